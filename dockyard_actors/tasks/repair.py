@@ -123,9 +123,7 @@ def make_tasks(seed: int, n_train: int, n_heldout: int) -> tuple[Task, ...]:
 @cache
 def shipped_tasks() -> tuple[Task, ...]:
     """What `load_tasks("repair")` gives."""
-    return make_tasks(REPEATS_MAX = 1000
-"""Draws in a row that gave a known prompt, after which the split counts as used up."""
-SHIPPED_SEED, SHIPPED_TRAIN, SHIPPED_HELDOUT)
+    return make_tasks(SHIPPED_SEED, SHIPPED_TRAIN, SHIPPED_HELDOUT)
 
 
 def warmup_pairs(rng: random.Random) -> Iterator[tuple[str, str]]:
