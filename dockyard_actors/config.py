@@ -1,0 +1,377 @@
+"""The one configuration tree: YAML file, then `DOCKYARD_*` environment, then `key=value` overrides, validated whole before any model loads.
+
+Promises that an error names the key, the value, why, and the nearest valid key; and that combinations that would train wrongly are
+refused with the reason. Imports no torch, so that `check` and the light roles stay quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from dockyard_actors.algorithms.types import AdvantageConfig, CorrectionConfig, LossConfig, validate
+from dockyard_actors.policy.types import ModelConfig, OptimizerConfig, PolicyConfig
+
+ENV_PREFIX = "DOCKYARD_"
+# Environment names of ours that are no configuration keys.
+ENV_RESERVED = {"DOCKYARD_PROCESS", "DOCKYARD_CACHE", "DOCKYARD_LOG"}
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message lists every problem, one a line."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunConfig(Section):
+    """What this run is and where it goes."""
+
+    name: str = "run"
+    dir: str | None = None  # run directory; default runs/<time>-<name>
+    seed: int = Field(0, ge=0)
+
+
+class TasksConfig(Section):
+    """Which prompts to train and evaluate on."""
+
+    path: str = "functions"  # a shipped set (functions, repair) or a JSONL file
+
+
+class GrpoConfig(Section):
+    """The shape of the loop."""
+
+    mode: Literal["sync", "async"] = "async"
+    max_num_steps: int = Field(100, ge=0)
+    num_prompts_per_step: int = Field(12, ge=1)
+    num_generations_per_prompt: int = Field(8, ge=2)
+
+
+class AsyncConfig(Section):
+    """How old data may be. Age of a group = trainer version - oldest token version, enforced when a batch is taken."""
+
+    max_trajectory_age_steps: int = Field(1, ge=0)
+
+
+class GenerationConfig(Section):
+    """Sampling. The trainer applies the same temperature, so that ratios compare like with like."""
+
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(24, ge=1)
+    engine: Literal["hf"] = "hf"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_batch_rows: int = Field(128, ge=1)  # sequences decoded together
+    threads: int = Field(1, ge=1)
+
+
+class RewardConfig(Section):
+    """1 when every test passes, else `partial` times the share of tests that pass."""
+
+    partial: float = Field(0.3, ge=0, lt=1)
+
+
+class WarmupConfig(Section):
+    """Supervised warm-up from scratch, for models that start with random weights (tiny)."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: int = Field(32, ge=1)
+    lr: float = Field(3e-3, gt=0)
+    threads: int = Field(2, ge=1)  # nothing else computes during the warm-up
+
+
+class EvalConfig(Section):
+    """Pass rates before and after training, on pinned weights."""
+
+    before: bool = True
+    after: bool = True
+    every: int = Field(0, ge=0)  # steps; 0 = only before and after
+    train_tasks: int = Field(64, ge=0)  # a fixed, seeded choice of training tasks
+    heldout_tasks: int = Field(1000, ge=0)  # at most; all by default
+    samples: int = Field(4, ge=1)  # at T=1, for each task
+    timeout_s: float = Field(900.0, gt=0)  # one evaluation of one split; generous: it shares cores with everything else
+
+
+class CheckpointConfig(Section):
+    """Where a killed trainer resumes from."""
+
+    every: int = Field(25, ge=1)  # steps
+    keep: int = Field(2, ge=1)  # newest checkpoints kept; the last one of a run always stays
+
+
+class RolloutConfig(Section):
+    count: int = Field(1, ge=1)  # rollout processes
+    groups_per_batch: int = Field(0, ge=0)  # groups generated together; 0 = num_prompts_per_step / count
+
+
+class GroupConfig(Section):
+    """One prompt and its G samples."""
+
+    deadline_s: float = Field(300.0, gt=0)  # from the lease to the push
+    min_size: int = Field(2, ge=2)  # scored samples below which a group is failed and its prompt tried once more
+    max_attempts: int = Field(3, ge=1)  # times a lease is handed out before its prompt is quarantined
+
+
+class SandboxConfig(Section):
+    """Where programs run. A host that cannot isolate refuses unless allow_weak, which every summary then shows."""
+
+    workers: int = Field(2, ge=1)
+    timeout_s: float = Field(4.0, gt=0)  # wall time of one program
+    memory_mib: int = Field(256, ge=32)
+    allow_weak: bool = False
+    start_timeout_s: float = Field(60.0, gt=0)
+    score_timeout_s: float = Field(120.0, gt=0)  # a group's programs, queueing included
+
+
+class DataPlaneConfig(Section):
+    """Shared slabs for rollout tensors."""
+
+    block_bytes: int = Field(256 << 10, ge=4096)  # one group
+    blocks: int = Field(256, ge=4)
+    alloc_timeout_s: float = Field(600.0, gt=0)  # a full arena is backpressure: the trainer is behind
+
+
+class WeightSyncConfig(Section):
+    timeout_s: float = Field(300.0, gt=0)  # an engine finishes its batch first; a dead one restarts and pulls
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class SupervisionConfig(Section):
+    """Restarts within a window; beyond them the run stops with the first cause."""
+
+    max_restarts: int = Field(5, ge=0)
+    window_s: float = Field(300.0, gt=0)
+    backoff_s: float = Field(0.2, gt=0)
+    backoff_max_s: float = Field(5.0, gt=0)
+    hang_s: float = Field(10.0, gt=0)  # a loop that answers no ping for this long is killed; two busy cores need slack
+    start_timeout_s: float = Field(180.0, gt=0)  # a cold import of torch and a model load
+    stop_grace_s: float = Field(10.0, gt=0)
+    drain_s: float = Field(120.0, gt=0)  # Ctrl-C: the step under way ends, then a checkpoint
+
+
+class RendezvousConfig(Section):
+    """How processes of one run find each other."""
+
+    ask_timeout_s: float = Field(30.0, gt=0)  # a control message between roles
+    join_timeout_s: float = Field(120.0, gt=0)  # a role started by hand waits this long for the controller
+
+
+class ObserveConfig(Section):
+    rollouts_per_step: int = Field(4, ge=0)  # readable samples kept of each step
+    refresh_s: float = Field(1.0, gt=0)  # live view
+    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+
+
+class Config(BaseSettings):
+    """The whole tree. Every key can be set as DOCKYARD_SECTION__KEY or as section.key=value."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    tasks: TasksConfig = TasksConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    async_grpo: AsyncConfig = AsyncConfig()
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    warmup: WarmupConfig = WarmupConfig()
+    generation: GenerationConfig = GenerationConfig()
+    reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    group: GroupConfig = GroupConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    data_plane: DataPlaneConfig = DataPlaneConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    rendezvous: RendezvousConfig = RendezvousConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def max_age(self) -> int:
+        """Steps a group may lag behind the trainer: 0 in sync mode."""
+        return self.async_grpo.max_trajectory_age_steps if self.grpo.mode == "async" else 0
+
+    @property
+    def groups_per_batch(self) -> int:
+        asked = self.rollout.groups_per_batch
+        return asked or max(1, -(-self.grpo.num_prompts_per_step // self.rollout.count))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+
+def load_config(path: Path | None, overrides: list[str] | None = None, environ: dict[str, str] | None = None) -> Config:
+    """Reads and validates everything. Raises ConfigError listing every problem with its source, value and remedy."""
+    problems: list[str] = []
+    tree: dict[str, Any] = {}
+    if path is not None:
+        _merge(tree, _read_yaml(path), str(path), problems)
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        if name.startswith(ENV_PREFIX) and name not in ENV_RESERVED:
+            keys = name[len(ENV_PREFIX) :].lower().split("__")
+            _merge(tree, _nest(keys, _scalar(value)), f"environment {name}", problems)
+    for item in overrides or []:
+        key, sep, value = item.partition("=")
+        if not sep or not key:
+            problems.append(f"override {item!r}: not of the form section.key=value")
+            continue
+        _merge(tree, _nest(key.split("."), _scalar(value)), f"override {key}", problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        config = Config(**tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+    problems = refusals(config)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def from_resolved(text: str) -> Config:
+    """Reads back what `resolved` wrote: complete, so neither environment nor defaults can change it."""
+    return Config(**yaml.safe_load(text))
+
+
+def resolved(config: Config) -> str:
+    """The whole tree as YAML, every default spelt out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def refusals(config: Config) -> list[str]:
+    """Combinations that would train wrongly or cannot run, each with the reason and the way out."""
+    found = list(
+        validate(
+            config.advantage, config.loss, config.correction, config.grpo.mode, config.grpo.num_generations_per_prompt
+        )
+    )
+    if config.grpo.mode == "async" and config.max_age == 0:
+        found.append(
+            "async_grpo.max_trajectory_age_steps: 0 in async mode leaves nothing to overlap; use grpo.mode: sync, or 1 or more"
+        )
+    if config.group.min_size > config.grpo.num_generations_per_prompt:
+        found.append(
+            f"group.min_size: {config.group.min_size} is more than grpo.num_generations_per_prompt "
+            f"({config.grpo.num_generations_per_prompt}): no group could ever be complete"
+        )
+    open_groups = (config.max_age + 1) * config.grpo.num_prompts_per_step
+    if config.data_plane.blocks < open_groups + config.groups_per_batch:
+        found.append(
+            f"data_plane.blocks: {config.data_plane.blocks} cannot hold the {open_groups} groups that may be open at once "
+            f"and a batch of {config.groups_per_batch} under way; raise it to {open_groups + config.groups_per_batch} or more"
+        )
+    tokens = config.grpo.num_generations_per_prompt * config.generation.max_new_tokens
+    if tokens * 16 > config.data_plane.block_bytes:
+        found.append(
+            f"data_plane.block_bytes: {config.data_plane.block_bytes} is too small for a group of {tokens} tokens; "
+            f"raise it to {1 << (tokens * 24).bit_length()}"
+        )
+    if config.warmup.steps and config.model.source != "tiny":
+        found.append(
+            f"warmup.steps: {config.warmup.steps} with model.source {config.model.source!r}: the warm-up corpus is written in the "
+            "tiny repair language; set warmup.steps=0"
+        )
+    return found
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = (
+            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1)
+            if path.parent.is_dir()
+            else []
+        )
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: the top level must be sections such as `grpo:`, found {type(data).__name__}")
+    return data
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        return text
+
+
+def _nest(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _fields(kind: Any) -> dict[str, Any] | None:
+    """Key → type of a section, or None when `kind` is a plain value."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return {name: field.annotation for name, field in kind.model_fields.items()}
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return dict(typing.get_type_hints(kind))
+    return None
+
+
+def _all_keys(kind: Any, prefix: str = "") -> list[str]:
+    fields = _fields(kind)
+    if fields is None:
+        return [prefix]
+    return [key for name, inner in fields.items() for key in _all_keys(inner, f"{prefix}.{name}" if prefix else name)]
+
+
+def _merge(
+    into: dict[str, Any], new: dict[str, Any], source: str, problems: list[str], kind: Any = Config, at: str = ""
+) -> None:
+    """Deep-merges `new` into `into`, refusing keys that do not exist and naming the nearest one that does."""
+    fields = _fields(kind) or {}
+    for name, value in new.items():
+        key = f"{at}.{name}" if at else str(name)
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), list(fields), 1, 0.6)
+            anywhere = [k for k in _all_keys(Config) if k.rsplit(".", 1)[-1] == name] or difflib.get_close_matches(
+                key, _all_keys(Config), 1, 0.6
+            )
+            nearest = (f"{at}.{near[0]}" if at else near[0]) if near else anywhere[0] if anywhere else None
+            hint = f"; did you mean {nearest}?" if nearest else f"; valid here: {', '.join(fields)}"
+            problems.append(f"{source}: unknown key {key} (value {value!r}){hint}")
+        elif _fields(fields[name]) is None:
+            into[name] = value
+        elif value is None:
+            continue
+        elif not isinstance(value, dict):
+            problems.append(
+                f"{source}: {key} is a section, not a value; got {value!r}; valid here: {', '.join(_fields(fields[name]) or ())}"
+            )
+        else:
+            _merge(into.setdefault(name, {}), value, source, problems, fields[name], key)
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"] if not isinstance(part, types.GenericAlias))
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]} (value {error.get('input')!r})"

@@ -1,0 +1,86 @@
+"""The sandbox broker: gets verdicts from its child executor over HTTP, and restarts the executor when it dies.
+
+Isolation, policy and grading live in the executor alone. A program gets one verdict however often it is asked for: request ids make a
+retry harmless, and only infrastructure failures are retried. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from dockyard_actors.config import Config
+from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.reporting import Reporter
+from dockyard_actors.runtime.actor import Actor, concurrent
+from dockyard_actors.sandbox.child import ExecutorProcess
+from dockyard_actors.sandbox.client import ExecutorClient
+from dockyard_actors.sandbox.types import Verdict
+
+log = logging.getLogger(__name__)
+
+
+class Broker(Actor):
+    """One per host with sandboxes."""
+
+    def __init__(self, config: Config, executor: ExecutorProcess, client: ExecutorClient, run_dir: Path):
+        self.config = config
+        self.executor = executor
+        self.client = client
+        self.run_dir = run_dir
+        self.open = 0
+
+    async def on_start(self) -> None:
+        self.report = Reporter(self)
+        await self.executor.start()
+        health = await self.client.health()
+        log.info("executor pid %s: isolation %s, %d workers", self.executor.pid, health.isolation, health.workers)
+        self.isolation = health.isolation
+        self.ctx.spawn(self._keep_alive(), name="keep executor alive")
+        self.report(f"executor pid {self.executor.pid}, isolation {self.isolation}")
+
+    async def on_stop(self) -> None:
+        await self.client.close()
+        await self.executor.stop()
+
+    async def _keep_alive(self) -> None:
+        """A dead executor is started again; too many deaths within the window end the broker with the cause."""
+        policy = self.config.supervision
+        loop = asyncio.get_running_loop()
+        deaths: list[float] = []
+        while True:
+            cause = await self.executor.wait_dead()
+            now = loop.time()
+            deaths = [at for at in deaths if now - at < policy.window_s] + [now]
+            self.report.count("executor_restarts", 1)
+            log.warning("executor died (%s); start %d within %.0f s", cause, len(deaths), policy.window_s)
+            if len(deaths) > policy.max_restarts:
+                raise RuntimeError(
+                    f"the executor died {len(deaths)} times within {policy.window_s:.0f} s, last: {cause}"
+                )
+            await asyncio.sleep(min(policy.backoff_s * 2 ** (len(deaths) - 1), policy.backoff_max_s))
+            await self.executor.start()
+            self.report(f"executor pid {self.executor.pid}, isolation {self.isolation}")
+
+    @concurrent
+    async def score(self, msg: m.ScorePrograms) -> m.Scored:
+        self.open += len(msg.programs)
+        self.report(f"scoring {self.open} programs, isolation {self.isolation}")
+        try:
+            verdicts = await asyncio.gather(*(self._run(program, msg.deadline_s) for program in msg.programs))
+        finally:
+            self.open -= len(msg.programs)
+            self.report(f"scoring {self.open} programs, isolation {self.isolation}")
+        self.report.count("programs", len(msg.programs))
+        return m.Scored(tuple(verdicts))
+
+    async def _run(self, program: m.Program, deadline_s: float) -> Verdict:
+        return await self.client.run_program(
+            program.request_id,
+            program.source,
+            list(program.tests),
+            list(program.hidden_tests),
+            timeout_s=self.config.sandbox.timeout_s,
+            deadline_s=deadline_s,
+        )

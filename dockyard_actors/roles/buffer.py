@@ -1,0 +1,141 @@
+"""The buffer: holds finished groups between rollouts and trainer and enforces their age when a batch is taken.
+
+It holds references, never tensors: the payload lies in slabs that the node agent keeps. Acknowledged means owned: a push is answered
+only after the controller journalled the group. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from dockyard_actors.config import Config
+from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.ledger import GroupMeta
+from dockyard_actors.roles.reporting import Reporter
+from dockyard_actors.runtime.actor import Actor, concurrent
+from dockyard_actors.runtime.messages import Death
+from dockyard_actors.transport.plane import DataPlane, TensorRef
+
+log = logging.getLogger(__name__)
+
+
+class Held(msgspec.Struct):
+    meta: GroupMeta
+    ref: TensorRef
+    taken: bool = False
+
+
+def choose(held: list[Held], count: int) -> list[Held]:
+    """The `count` groups with the oldest tokens, in the order of their leases, so that a batch is the same whatever order they came in."""
+    oldest = sorted(held, key=lambda h: (h.meta.oldest_version, h.meta.lease))[:count]
+    return sorted(oldest, key=lambda h: h.meta.lease)
+
+
+class Buffer(Actor):
+    """One per run. Restarted empty, it takes back every open group from the journal: the slabs outlive it."""
+
+    def __init__(self, config: Config, plane: DataPlane):
+        self.config = config
+        self.plane = plane
+        self.groups: dict[int, Held] = {}
+        self._changed = asyncio.Event()
+        self.taken_at_version = -1
+
+    async def on_start(self) -> None:
+        self.report = Reporter(self, doing="holding groups")
+        await self.ctx.watch("trainer")
+        await self._reconcile()
+
+    async def on_death(self, death: Death) -> None:
+        log.warning(
+            "trainer died (%s); groups it had taken are ready again unless the journal closed them", death.cause
+        )
+        await self._reconcile()
+
+    async def _reconcile(self) -> None:
+        """Three-way: what is held here, what the journal has open, what the trainer had taken."""
+        reply = await self.ctx.ref("controller").ask(
+            m.ReconcileBuffer(tuple(self.groups)), deadline_s=self.config.supervision.start_timeout_s, retry=True
+        )
+        wanted = {group.meta.lease: group for group in reply.groups}
+        gone = [lease for lease in self.groups if lease not in wanted]
+        new = [lease for lease in wanted if lease not in self.groups]
+        returned = [lease for lease, held in self.groups.items() if held.taken and lease in wanted]
+        for lease in gone:
+            self.plane.release(self.groups.pop(lease).ref)
+        for lease in returned:
+            self.groups[lease].taken = False
+        for lease in new:
+            self.groups[lease] = Held(wanted[lease].meta, wanted[lease].ref)
+        if gone or new or returned:
+            log.info(
+                "reconciled: %d adopted, %d dropped, %d returned from the trainer", len(new), len(gone), len(returned)
+            )
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        ready = sum(not held.taken for held in self.groups.values())
+        self.report(f"{ready} ready, {len(self.groups) - ready} taken")
+
+    @concurrent
+    async def push(self, msg: m.PushGroup) -> m.Pushed:
+        if msg.meta.lease in self.groups:
+            return m.Pushed(True)
+        reply = await self.ctx.ref("controller").ask(
+            m.AcceptGroup(meta=msg.meta, ref=msg.ref), deadline_s=self.config.rendezvous.ask_timeout_s, retry=True
+        )
+        if reply.owned and msg.meta.lease not in self.groups:
+            self.groups[msg.meta.lease] = Held(msg.meta, msg.ref)
+            self._wake()
+        return m.Pushed(reply.owned, reply.why)
+
+    @concurrent
+    async def take(self, msg: m.TakeGroups) -> m.Batch:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + msg.wait_s
+        while True:
+            await self._expire(msg.version, msg.max_age)
+            ready = [held for held in self.groups.values() if not held.taken]
+            if len(ready) >= msg.count:
+                chosen = choose(ready, msg.count)
+                for held in chosen:
+                    held.taken = True
+                self._wake()
+                return m.Batch(tuple(m.OpenGroup(held.meta, held.ref) for held in chosen), len(ready))
+            left = until - loop.time()
+            if left <= 0:
+                return m.Batch((), len(ready))
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), left)
+            except TimeoutError:
+                continue
+
+    async def _expire(self, version: int, max_age: int) -> None:
+        """Age at consumption: a group that waited too long is dropped, counted, and its prompt drawn anew by the budget it frees."""
+        old = [held for held in self.groups.values() if not held.taken and version - held.meta.oldest_version > max_age]
+        for held in old:
+            held.taken = True  # nobody else expires or takes it while the controller is asked
+        for held in old:
+            age = version - held.meta.oldest_version
+            await self.ctx.ref("controller").ask(
+                m.CloseLease(lease=held.meta.lease, outcome="expired", cause="too_old"),
+                deadline_s=self.config.rendezvous.ask_timeout_s,
+                retry=True,
+            )
+            log.info("expired lease %d: age %d is over %d", held.meta.lease, age, max_age)
+            self.groups.pop(held.meta.lease, None)
+            self.plane.release(held.ref)
+
+    async def release(self, msg: m.ReleaseGroups) -> m.Done:
+        for lease in msg.leases:
+            held = self.groups.pop(lease, None)
+            if held is not None:
+                self.plane.release(held.ref)
+        self._wake()
+        return m.Done()

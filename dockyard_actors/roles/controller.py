@@ -1,0 +1,282 @@
+"""The controller: hands out prompts within the staleness budget, keeps the run ledger and its journal, and writes everything of the run
+directory but checkpoints and logs. Knows no tensors and imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+
+import msgspec
+
+from dockyard_actors.config import Config
+from dockyard_actors.observe.metrics import MetricsWriter
+from dockyard_actors.observe.plot import reward_png
+from dockyard_actors.observe.rollouts import RolloutWriter
+from dockyard_actors.observe.rundir import RunDir
+from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.admission import PromptOrder, hand_out, room
+from dockyard_actors.roles.journal import Journal
+from dockyard_actors.roles.ledger import (
+    Buffered,
+    Checkpointed,
+    Closed,
+    Event,
+    Freed,
+    Ledger,
+    Opened,
+    Published,
+    RolledBack,
+    Stepped,
+)
+from dockyard_actors.runtime.actor import Actor, concurrent, control
+from dockyard_actors.runtime.messages import Death
+from dockyard_actors.tasks.dataset import TaskSet
+
+log = logging.getLogger(__name__)
+
+
+class Controller(Actor):
+    """One per run. Rebuilt from its journal when it is restarted."""
+
+    def __init__(self, config: Config, tasks: TaskSet, run_dir: RunDir, session: str):
+        self.config = config
+        self.run_dir = run_dir
+        self.session = session
+        self.prompts = PromptOrder(tasks, config.run.seed)
+        self.journal = Journal(run_dir.ledger / "journal.bin", Event)
+        self.ledger = Ledger.replay(self.journal.recovered)
+        self.metrics = MetricsWriter(run_dir.metrics)
+        self.rollouts = RolloutWriter(run_dir.rollouts, per_step=config.observe.rollouts_per_step)
+        self.fresh = False  # engines hold the newest weights: admission is open
+        self.stopping = False
+        self.finished = ""
+        self.phase = "starting"
+        self.last_step = b""
+        self.evals: list[dict] = []
+        self.examples: tuple[m.Sample, ...] = ()
+        self.warnings: list[str] = []
+        self.roles: dict[str, m.ReportRole] = {}
+        self._changed = asyncio.Event()
+
+    # ---- life
+
+    async def on_start(self) -> None:
+        ledger = self.ledger
+        if self.journal.recovered and ledger.session != self.session:
+            # The whole run was stopped: what was buffered lived in the memory of processes that are gone.
+            self._record(*(Freed(lease.id, "host_lost") for lease in ledger.open.values()))
+        elif self.journal.recovered:
+            self.fresh = True  # only this process was restarted; engines and trainer are as they were
+            self.warnings.append("the controller was restarted and rebuilt from its journal")
+        self._record(Opened(self.run_dir.path.name, self.config.run.seed, self.session))
+        for index in range(self.config.rollout.count):
+            await self.ctx.watch(f"rollout-{index}")
+        log.info("ledger %s, step %d, version %d", ledger.summary(), ledger.step, ledger.version)
+
+    async def on_stop(self) -> None:
+        self.journal.close()
+
+    async def on_death(self, death: Death) -> None:
+        holder = f"{death.name}#{death.incarnation}"
+        lost = self.ledger.held_by(holder)
+        self._record(*(Freed(lease.id, "holder_died") for lease in lost))
+        self.metrics.event("death", name=death.name, incarnation=death.incarnation, cause=death.cause, leases=len(lost))
+        log.warning("%s died (%s); its %d leases will be handed out again", holder, death.cause, len(lost))
+        self._wake()
+
+    def _record(self, *events: Event) -> None:
+        """Applies and journals events; durable when this returns."""
+        for event in events:
+            self.ledger.apply(event)
+            self.journal.append(event)
+        self.journal.commit()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # ---- rollouts
+
+    @concurrent
+    async def lease(self, msg: m.LeasePrompts) -> m.Grants:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + msg.wait_s
+        while True:
+            granted = self._grant(msg)
+            left = until - loop.time()
+            if granted or left <= 0 or self.finished:
+                return m.Grants(tuple(granted))
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                continue  # the last look happens with nothing left to wait for
+
+    def _grant(self, msg: m.LeasePrompts) -> list[m.Granted]:
+        if not self.fresh or self.stopping or self.finished:
+            return []
+        holder = f"{msg.rollout}#{msg.incarnation}"
+        events: list[Event] = []
+        granted: list[m.Granted] = []
+        for lease in self.ledger.waiting()[: msg.capacity]:
+            event = hand_out(lease, holder, self.config.group.max_attempts)
+            self.ledger.apply(event)
+            events.append(event)
+            if lease.state == "in_flight":
+                granted.append(m.Granted(lease.id, lease.prompt, lease.epoch, lease.attempt))
+        for _ in range(min(msg.capacity - len(granted), room(self.ledger, self.config))):
+            event = self.prompts.issue(self.ledger, holder)
+            self.ledger.apply(event)
+            events.append(event)
+            granted.append(m.Granted(event.lease, event.prompt, event.epoch, event.attempt))
+        for event in events:
+            self.journal.append(event)
+        self.journal.commit()
+        return granted
+
+    async def close_lease(self, msg: m.CloseLease) -> m.Done:
+        lease = self.ledger.open.get(msg.lease)
+        if lease is None:
+            return m.Done()
+        if msg.retry_prompt and lease.attempt >= 2:
+            self._record(Closed(lease.id, msg.outcome, f"quarantined: {msg.cause}"))
+        else:
+            self._record(Closed(lease.id, msg.outcome, msg.cause, retry=msg.retry_prompt))
+        self._wake()
+        return m.Done()
+
+    async def samples(self, msg: m.ReportSamples) -> m.Done:
+        for sample in msg.samples:
+            self.rollouts.write(self.ledger.step, sample_record(sample))
+        return m.Done()
+
+    # ---- buffer
+
+    async def accept(self, msg: m.AcceptGroup) -> m.Accepted:
+        lease = self.ledger.open.get(msg.meta.lease)
+        if lease is None:
+            return m.Accepted(False, f"lease {msg.meta.lease} is closed")
+        if lease.buffered:
+            same = lease.ref == msg.ref
+            return m.Accepted(same, "" if same else f"lease {lease.id} was already filled by another push")
+        self._record(Buffered(msg.meta, msg.ref))
+        return m.Accepted(True)
+
+    async def reconcile(self, msg: m.ReconcileBuffer) -> m.OpenGroups:
+        groups = [
+            m.OpenGroup(lease.meta, lease.ref)
+            for lease in self.ledger.open.values()
+            if lease.meta is not None and lease.ref is not None
+        ]
+        log.info("buffer holds %d groups, the journal has %d open ones", len(msg.held), len(groups))
+        return m.OpenGroups(tuple(groups))
+
+    # ---- trainer
+
+    async def trainer_starts(self, msg: m.TrainerStarts) -> m.Welcome:
+        back = self.ledger.after(msg.step)
+        self.fresh = False
+        if msg.step != self.ledger.step:
+            self._record(RolledBack(msg.step, back))
+            self.metrics.event("rollback", step=msg.step, leases=len(back))
+            log.warning("rolled back to step %d: %d leases are in flight again", msg.step, len(back))
+        return m.Welcome(self.ledger.step, self.ledger.version, len(back))
+
+    async def next_version(self, msg: m.NextVersion) -> m.VersionIs:
+        self._record(Published(self.ledger.version + 1))
+        return m.VersionIs(self.ledger.version)
+
+    async def engines_fresh(self, msg: m.EnginesFresh) -> m.Done:
+        self.fresh = True
+        self._wake()
+        return m.Done()
+
+    async def step_done(self, msg: m.StepDone) -> m.StepAck:
+        if msg.step > self.ledger.step:
+            self.fresh = False
+            self._record(
+                *(Closed(lease, "filtered", cause) for lease, cause in msg.filtered),
+                Stepped(msg.step, msg.version, msg.trained),
+            )
+            self.last_step = msg.record
+            self.metrics.step(json.loads(msg.record))
+            self.ctx.spawn(self._after_step(msg), name=f"after step {msg.step}")
+        return m.StepAck(self.stopping)
+
+    async def _after_step(self, msg: m.StepDone) -> None:
+        leases = (*msg.trained, *(lease for lease, _ in msg.filtered))
+        await self.ctx.ref("buffer").ask(
+            m.ReleaseGroups(leases), deadline_s=self.config.supervision.start_timeout_s, retry=True
+        )
+        if msg.step % 10 == 0:
+            await asyncio.to_thread(reward_png, self.run_dir)
+
+    async def checkpoint_done(self, msg: m.CheckpointDone) -> m.Done:
+        self._record(Checkpointed(msg.step))
+        return m.Done()
+
+    async def report_eval(self, msg: m.ReportEval) -> m.Done:
+        record = json.loads(msg.record)
+        self.evals.append({key: value for key, value in record.items() if key != "by_task"})
+        self.metrics.eval(record)
+        return m.Done()
+
+    async def report_examples(self, msg: m.ReportExamples) -> m.Done:
+        self.examples = msg.samples
+        for sample in msg.samples:
+            self.rollouts.write(self.ledger.step, sample_record(sample))
+        return m.Done()
+
+    async def report_phase(self, msg: m.ReportPhase) -> m.Done:
+        self.phase = msg.phase
+        return m.Done()
+
+    async def run_finished(self, msg: m.RunFinished) -> m.Done:
+        if msg.status == "completed":
+            self._record(*(Closed(lease.id, "expired", "run_end") for lease in list(self.ledger.open.values())))
+        await asyncio.to_thread(reward_png, self.run_dir)
+        self.finished = msg.status
+        self._wake()
+        return m.Done()
+
+    # ---- everyone
+
+    @control
+    async def report_role(self, msg: m.ReportRole) -> m.Done:
+        self.roles[msg.role] = msg
+        return m.Done()
+
+    @control
+    async def status(self, msg: m.AskStatus) -> m.StatusIs:
+        return m.StatusIs(
+            phase=self.phase,
+            step=self.ledger.step,
+            version=self.ledger.version,
+            ledger=self.ledger.summary(),
+            buffered=sum(lease.buffered for lease in self.ledger.open.values()),
+            causes={name: dict(causes) for name, causes in self.ledger.causes.items()},
+            last_step=self.last_step,
+            evals=msgspec.json.encode(self.evals),
+            roles=self.roles,
+            warnings=tuple(self.warnings),
+            finished=self.finished,
+            examples=self.examples if self.finished else (),
+        )
+
+    @concurrent
+    async def stop_run(self, msg: m.StopRun) -> m.Done:
+        self.stopping = True
+        self.phase = f"stopping: {msg.reason}"
+        self.metrics.event("stop", reason=msg.reason, at=time.time())
+        return await self.ctx.ref("trainer").ask(
+            m.StopTraining(msg.reason), deadline_s=self.config.supervision.drain_s, retry=True
+        )
+
+
+def sample_record(sample: m.Sample) -> dict:
+    """What rollouts/ keeps of one completion."""
+    record = msgspec.to_builtins(sample)
+    record["versions"] = list(sample.versions)
+    return record

@@ -1,0 +1,346 @@
+"""The wire contract between roles: who may ask whom for what. Tensors never travel here; a TensorRef is as close as they come.
+
+Message names are imperative, replies are what was done. A message class names its reply type; `retry`-able ones (see each docstring)
+have the same effect however often they arrive.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dockyard_actors.roles.ledger import GroupMeta
+from dockyard_actors.runtime.message import Message
+from dockyard_actors.sandbox.types import Verdict
+from dockyard_actors.transport.plane import TensorRef
+from dockyard_actors.transport.weights_shm import WeightManifest, WeightRef
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Nothing to report."""
+
+
+# ---- rollout → controller
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """One prompt to work on."""
+
+    lease: int
+    prompt: str
+    epoch: int
+    attempt: int
+
+
+class Grants(msgspec.Struct, frozen=True, tag=True):
+    """Leases granted now; empty when the staleness budget had none before `wait_s` passed."""
+
+    leases: tuple[Granted, ...]
+
+
+class LeasePrompts(Message[Grants], frozen=True, tag=True):
+    """A rollout asks for up to `capacity` groups, waiting at most `wait_s` seconds for the staleness budget."""
+
+    rollout: str
+    incarnation: int
+    capacity: int
+    wait_s: float
+
+
+class CloseLease(Message[Done], frozen=True, tag=True):
+    """A rollout or the buffer ends a lease. Retryable: a lease that is closed already stays as it is."""
+
+    lease: int
+    outcome: str  # expired | filtered | failed
+    cause: str
+    retry_prompt: bool = False  # issue the prompt once more (a new lease)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One readable completion for rollouts/."""
+
+    lease: int
+    prompt_id: str
+    prompt: str
+    completion: str
+    program: str
+    reward: float
+    valid: bool
+    verdict: Verdict | None  # None: the answer did not parse
+    malformed: str
+    versions: tuple[int, int]  # oldest and newest weight version among its tokens
+
+
+class ReportSamples(Message[Done], frozen=True, tag=True):
+    samples: tuple[Sample, ...]
+
+
+# ---- buffer → controller
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """`owned` False: the lease is closed or held by someone else; the group is not wanted."""
+
+    owned: bool
+    why: str = ""
+
+
+class AcceptGroup(Message[Accepted], frozen=True, tag=True):
+    """The buffer asks the journal to own a group before it acknowledges the push. Retryable."""
+
+    meta: GroupMeta
+    ref: TensorRef
+
+
+class OpenGroup(msgspec.Struct, frozen=True):
+    meta: GroupMeta
+    ref: TensorRef
+
+
+class OpenGroups(msgspec.Struct, frozen=True, tag=True):
+    """Every buffered group that is still open, as the journal has it."""
+
+    groups: tuple[OpenGroup, ...]
+
+
+class ReconcileBuffer(Message[OpenGroups], frozen=True, tag=True):
+    """A buffer that starts, or whose trainer died, compares what it holds with the journal."""
+
+    held: tuple[int, ...]
+
+
+# ---- trainer → controller
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Where the run stands."""
+
+    step: int
+    newest_version: int
+    rolled_back: int
+
+
+class TrainerStarts(Message[Welcome], frozen=True, tag=True):
+    """A trainer has loaded the checkpoint of `step`: later steps are rolled back, their leases go back in flight. Retryable."""
+
+    step: int
+
+
+class VersionIs(msgspec.Struct, frozen=True, tag=True):
+    version: int
+
+
+class NextVersion(Message[VersionIs], frozen=True, tag=True):
+    """The next weight version: journalled, never repeated."""
+
+
+class EnginesFresh(Message[Done], frozen=True, tag=True):
+    """Every engine holds `version`: admission opens."""
+
+    version: int
+
+
+class StepAck(msgspec.Struct, frozen=True, tag=True):
+    stop: bool  # somebody asked the run to stop: checkpoint and end
+
+
+class StepDone(Message[StepAck], frozen=True, tag=True):
+    """One optimizer step. Closes admission until EnginesFresh. Retryable by step."""
+
+    step: int
+    version: int
+    trained: tuple[int, ...]
+    filtered: tuple[tuple[int, str], ...]  # (lease, cause)
+    record: bytes  # the metrics record, JSON
+
+
+class CheckpointDone(Message[Done], frozen=True, tag=True):
+    step: int
+
+
+class ReportEval(Message[Done], frozen=True, tag=True):
+    record: bytes  # JSON
+
+
+class ReportExamples(Message[Done], frozen=True, tag=True):
+    """Completions of the final evaluation, shown at the end of the run."""
+
+    samples: tuple[Sample, ...]
+
+
+class RunFinished(Message[Done], frozen=True, tag=True):
+    status: str  # completed | interrupted
+    tokens_trained: int
+
+
+# ---- anyone → controller
+
+
+class ReportRole(Message[Done], frozen=True, tag=True):
+    """What a role does and waits for, once a second."""
+
+    role: str
+    doing: str
+    waits_for: str = ""
+    wait_s: float = 0.0
+    counters: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class StatusIs(msgspec.Struct, frozen=True, tag=True):
+    """All that the live view and the end of the run need."""
+
+    phase: str
+    step: int
+    version: int
+    ledger: dict[str, int]
+    buffered: int
+    causes: dict[str, dict[str, int]]
+    last_step: bytes  # JSON of the newest step record, b"" when none
+    evals: bytes  # JSON list of evaluation records
+    roles: dict[str, ReportRole]
+    warnings: tuple[str, ...]
+    finished: str  # "" while it runs, else completed | interrupted
+    examples: tuple[Sample, ...]
+
+
+class AskStatus(Message[StatusIs], frozen=True, tag=True):
+    pass
+
+
+class StopRun(Message[Done], frozen=True, tag=True):
+    """Stop admitting; the trainer ends its step, checkpoints and finishes with status interrupted."""
+
+    reason: str
+
+
+class ReportPhase(Message[Done], frozen=True, tag=True):
+    """The trainer names what the run is doing now: warm-up, evaluation, training."""
+
+    phase: str
+
+
+# ---- controller → trainer
+
+
+class StopTraining(Message[Done], frozen=True, tag=True):
+    """End the step under way, checkpoint, and finish as interrupted. Retryable."""
+
+    reason: str
+
+
+# ---- rollout → buffer, trainer → buffer, controller → buffer
+
+
+class Pushed(msgspec.Struct, frozen=True, tag=True):
+    owned: bool
+    why: str = ""
+
+
+class PushGroup(Message[Pushed], frozen=True, tag=True):
+    """A finished group. Acknowledged means owned. Retryable: the lease id makes a repeated push harmless."""
+
+    meta: GroupMeta
+    ref: TensorRef
+
+
+class Batch(msgspec.Struct, frozen=True, tag=True):
+    """Groups for one step; empty when there were not enough before `wait_s` passed."""
+
+    groups: tuple[OpenGroup, ...]
+    ready: int  # groups that wait in the buffer, for the message that says who waits for what
+
+
+class TakeGroups(Message[Batch], frozen=True, tag=True):
+    """The trainer takes `count` groups no older than `max_age` at `version`, oldest first; too old ones are expired and counted."""
+
+    count: int
+    version: int
+    max_age: int
+    wait_s: float
+
+
+class ReleaseGroups(Message[Done], frozen=True, tag=True):
+    """The leases are closed: free their blocks. Retryable."""
+
+    leases: tuple[int, ...]
+
+
+# ---- rollout → broker
+
+
+class Program(msgspec.Struct, frozen=True):
+    request_id: str
+    source: str
+    tests: tuple[str, ...]
+    hidden_tests: tuple[str, ...]
+
+
+class Scored(msgspec.Struct, frozen=True, tag=True):
+    """One verdict a program, in order."""
+
+    verdicts: tuple[Verdict, ...]
+
+
+class ScorePrograms(Message[Scored], frozen=True, tag=True):
+    """Retryable: the executor answers a repeated request id from what it knows."""
+
+    programs: tuple[Program, ...]
+    deadline_s: float
+
+
+# ---- trainer → rollout
+
+
+class Applied(msgspec.Struct, frozen=True, tag=True):
+    """The engine holds these weights. `digest` is xxh3 over the checksums of the bytes it read, entry by entry."""
+
+    version: int
+    digest: int
+
+
+class UpdateWeights(Message[Applied], frozen=True, tag=True):
+    """Swap to these weights between two batches. Retryable."""
+
+    manifest: WeightManifest
+    ref: WeightRef
+
+
+class TaskResult(msgspec.Struct, frozen=True):
+    prompt_id: str
+    passed: int
+    samples: int
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag=True):
+    version: int
+    results: tuple[TaskResult, ...]
+    examples: tuple[Sample, ...]
+    masked: int  # samples without a verdict (infra)
+
+
+class Evaluate(Message[Evaluated], frozen=True, tag=True):
+    """Pass rates of tasks at the engine's present weights. Retryable (computed anew)."""
+
+    prompts: tuple[str, ...]
+    samples: int
+    greedy: bool
+    seed: int
+    version: int  # weights to evaluate; refused when the engine holds others
+    examples: int = 0
+
+
+# ---- rollout → trainer
+
+
+class Weights(msgspec.Struct, frozen=True, tag=True):
+    manifest: WeightManifest
+    ref: WeightRef
+
+
+class NoWeights(msgspec.Struct, frozen=True, tag=True):
+    """Nothing was published yet."""
+
+
+class CurrentWeights(Message[Weights | NoWeights], frozen=True, tag=True):
+    """A rollout that starts or was restarted pulls the newest weights. Retryable."""
+
+    rollout: str

@@ -1,0 +1,90 @@
+"""Brings new weights into every engine and proves that they arrived.
+
+Starts stale; fresh once every member acknowledged the version with a digest of the bytes it read. A member that does not answer in time
+is removed first and joins again by pulling (`CurrentWeights`); with no member left it raises and stays stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import xxhash
+
+from dockyard_actors.roles.messages import Applied, NoWeights, UpdateWeights, Weights
+from dockyard_actors.runtime.actor import ActorContext
+from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.transport.weights_shm import WeightPublisher, WeightRef
+
+log = logging.getLogger(__name__)
+
+WriteWeights = Callable[[dict[str, np.ndarray]], None]
+
+
+class WeightSyncFailed(RuntimeError):
+    """No engine took the new weights: nothing could be generated with them."""
+
+
+def digest_of(ref: WeightRef) -> int:
+    """One number for all entries' checksums, in manifest order: what trainer and engine compare."""
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(ref.checksums))
+
+
+class WeightSynchronizer:
+    """Trainer's side. `members` are rollout names; the transport is double-buffered shared memory."""
+
+    def __init__(self, ctx: ActorContext, publisher: WeightPublisher, members: list[str], timeout_s: float):
+        self._ctx = ctx
+        self._publisher = publisher
+        self._members = members
+        self._timeout_s = timeout_s
+        self._current: WeightRef | None = None
+        self._stale = True
+
+    @property
+    def is_stale(self) -> bool:
+        return self._stale
+
+    def mark_stale(self) -> None:
+        self._stale = True
+
+    def current(self) -> Weights | NoWeights:
+        """What an engine that starts now has to load."""
+        return Weights(self._publisher.manifest, self._current) if self._current else NoWeights()
+
+    def write(self, version: int, write: WriteWeights) -> WeightRef:
+        """Fills the free slot (called in the compute thread: it copies the whole model) and seals it with checksums."""
+        write(self._publisher.slot(version))
+        return self._publisher.publish(version)
+
+    async def sync_weights(self, ref: WeightRef) -> list[str]:
+        """Returns the members that failed and were left out. Raises WeightSyncFailed when none acknowledged `ref.version`."""
+        previous, self._current = self._current, ref
+        message = UpdateWeights(manifest=self._publisher.manifest, ref=ref)
+        replies = await asyncio.gather(
+            *(self._ctx.ref(name).ask(message, deadline_s=self._timeout_s, retry=True) for name in self._members),
+            return_exceptions=True,
+        )
+        failed: list[str] = []
+        for name, reply in zip(self._members, replies, strict=True):
+            if isinstance(reply, Applied) and reply.version == ref.version and reply.digest == digest_of(ref):
+                continue
+            if isinstance(reply, BaseException) and not isinstance(reply, ActorError):
+                raise reply
+            log.warning("%s did not take weights version %d: %s", name, ref.version, reply)
+            failed.append(name)
+        if len(failed) == len(self._members):
+            raise WeightSyncFailed(
+                f"none of {', '.join(self._members)} took weights version {ref.version} within {self._timeout_s:.0f} s "
+                f"(last answer: {replies[-1]!r}); their logs say why. weight_sync.timeout_s is the limit"
+            )
+        if previous is not None:
+            self._publisher.release(previous.version)
+        self._stale = False
+        return failed
+
+    def shutdown(self) -> None:
+        self._publisher.close()
