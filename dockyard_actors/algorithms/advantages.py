@@ -53,7 +53,7 @@ def has_signal(rewards: Tensor, valid: Tensor | None) -> Tensor:
 def _signal(values: Tensor, valid: Tensor) -> Tensor:
     highest = torch.where(valid, values, -torch.inf).amax(-1)
     lowest = torch.where(valid, values, torch.inf).amin(-1)
-    return (valid.sum(-1) >= 2) & (highest > lowest)
+    return highest > lowest  # false too for one valid reward (equal to itself) and for none (-inf, inf)
 
 
 def _checked(rewards: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
