@@ -93,14 +93,18 @@ class MetricsWriter:
             self.event(TORN, f"the last line was torn by a crash; {cut} bytes were cut", bytes=cut)
 
     def write(self, record: Record) -> None:
-        """Writes one record. Raises TypeError, naming the field, for a value that is neither JSON nor a number."""
+        """Writes one record. Raises TypeError, naming the field, for a value of a wrong type; nothing is written then."""
         fields = {key: value for key, value in msgspec.structs.asdict(record).items() if key != "not_finite"}
         if not record.time:
             fields["time"] = self._clock()
         not_finite: NotFinite = dict(record.not_finite)
         clean = {key: _clean(value, key, not_finite) for key, value in fields.items()}
-        line = msgspec.json.encode(type(record)(**clean, not_finite=not_finite)) + b"\n"
-        write_all(self._fd, line)
+        line = msgspec.json.encode(type(record)(**clean, not_finite=not_finite))
+        try:
+            msgspec.json.decode(line, type=Record)
+        except msgspec.ValidationError as error:  # structs do not check their fields; an unreadable line helps nobody
+            raise TypeError(f"metrics record {type(record).__name__}: {error}") from error
+        write_all(self._fd, line + b"\n")
 
     def event(self, name: str, text: str = "", **fields: Any) -> None:
         self.write(EventRecord(name=name, text=text, fields=fields))
@@ -143,13 +147,12 @@ class MetricsLog(msgspec.Struct, frozen=True, kw_only=True):
         return started[-1] if started else {}
 
     def eval_pair(self, split: str, mode: str) -> tuple[Number, Number]:
-        """(before, after): the pass rate of the first evaluation at step 0 and of the last one after it; None if absent."""
-        found = [e for e in self.evals if e.split == split and e.mode == mode]
-        if not found:
-            return (None, None)
-        before = found[0].pass_rate if found[0].step == 0 else None
-        rest = found[1:] if found[0].step == 0 else found
-        return (before, rest[-1].pass_rate if rest else None)
+        """(before, after): pass rates of the last evaluation at step 0 and of the last one after a step; None if absent."""
+        rates: list[Number] = [None, None]
+        for record in self.evals:
+            if record.split == split and record.mode == mode:
+                rates[record.step > 0] = record.pass_rate
+        return (rates[0], rates[1])
 
 
 def read_metrics(path: Path | str) -> MetricsLog:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dockyard_actors.observe.metrics import cut_torn_tail, write_all
+from dockyard_actors.observe.rundir import plain_scalar
 from dockyard_actors.observe.text import encodable, fenced, inline_code, one_line, shorten
 
 JSONL_NAME = "rollouts.jsonl"
@@ -88,13 +89,14 @@ class RolloutWriter:
         if self.room(sample.step) == 0:
             self.left_out += 1
             return False
-        self._written[sample.step] += 1
         sample = self._bounded(sample)
+        line = msgspec.json.encode(sample, enc_hook=plain_scalar)
+        self._written[sample.step] += 1
         path = self.directory / f"step-{sample.step:05d}.md"
         head = "" if path.exists() else f"# Step {sample.step}: at most {self.per_step} samples\n\n"
         with path.open("a", encoding="utf-8") as file:
             file.write(head + markdown(sample))
-        write_all(self._fd, msgspec.json.encode(sample) + b"\n")
+        write_all(self._fd, line + b"\n")
         return True
 
     def close(self) -> None:

@@ -241,7 +241,15 @@ def write_atomic(path: Path, data: bytes) -> Path:
 
 def json_bytes(value: Any) -> bytes:
     """`value` (structs, dicts, lists, numbers) as indented JSON with a final newline. NaN and infinities become null."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=plain_scalar), indent=2) + b"\n"
+
+
+def plain_scalar(value: Any) -> Any:
+    """A NumPy or torch scalar as a Python number: an `enc_hook` for msgspec. Raises TypeError for anything else."""
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError) as error:  # no scalar; many elements in NumPy; in torch
+        raise TypeError(f"{type(value).__name__} is not JSON data or a single number") from error
 
 
 def _sync(path: Path) -> None:
