@@ -106,12 +106,8 @@ def test_autograd_agrees_with_the_loss_it_differentiates(loss, correction):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_nothing_under_the_mask_reaches_loss_gradient_or_statistics(loss, correction, poison):
     clean = make_batch(2, per_token=True)
-    dirty = Batch(
-        *(torch.where(clean.mask, t, poison) for t in (clean.logprobs, clean.behaviour, clean.proximal)),  # type: ignore[arg-type]
-        torch.where(clean.mask, clean.reference, poison),  # type: ignore[arg-type]
-        torch.where(clean.mask, clean.advantages, poison),
-        clean.mask,
-    )
+    names = ("logprobs", "behaviour", "proximal", "reference", "advantages")
+    dirty = replace(clean, **{name: torch.where(clean.mask, getattr(clean, name), poison) for name in names})
     a, b = run(clean, loss, correction), run(dirty, loss, correction)
     assert torch.equal(a.loss, b.loss)
     assert {k: v.item() for k, v in a.stats.items()} == {k: v.item() for k, v in b.stats.items()}
