@@ -288,14 +288,14 @@ def _progress(s: Snapshot, phase_s: float) -> RenderableType:
 
 
 def _roles(roles: Sequence[RoleState]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column, justify in (("role", "left"), ("pid", "right"), ("state", "left"), ("restarts", "right")):
-        table.add_column(column, justify="right" if justify == "right" else "left", no_wrap=True)
-    table.add_column("doing", overflow="ellipsis", no_wrap=True)
-    table.add_column("waits for", overflow="ellipsis", no_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    for column in ("role", "pid", "state", "restarts"):
+        table.add_column(column, justify="right" if column in ("pid", "restarts") else "left", no_wrap=True)
+    for column in ("doing", "waits for"):  # these two share what a narrow terminal leaves
+        table.add_column(column, ratio=1, overflow="ellipsis", no_wrap=True)
     colours = {"running": "green", "failed": "bold red", "restarting": "yellow"}
     for role in roles:
-        waits = f"{one_line(role.waits_for, 60)} {role.wait_s:.1f} s" if role.waits_for else ""
+        waits = f"{role.wait_s:.1f} s: {one_line(role.waits_for, 60)}" if role.waits_for else ""
         table.add_row(
             Text(one_line(role.name, 20)),
             Text("" if role.pid is None else str(role.pid)),

@@ -113,12 +113,22 @@ def test_the_terminal_table_shows_everything_and_gives_the_cursor_back():
         view.update(changed(warnings=("rollout-0 restarted",), eta_s=75, groups_in_flight=5, groups_buffered=2))
     text = out.getvalue()
     for wanted in (
-        "r1", "async", "hf", "3/10", "0.50", "trainer", "step 4", "buffer Take 3.0 s", "issued 4 = trained 4",
+        "r1", "async", "hf", "3/10", "0.50", "trainer", "step 4", "3.0 s: buffer Take", "issued 4 = trained 4",
         "train T=1 0.25", "5 in flight, 2 buffered", "ETA 1:15", "rollout-0 restarted",
     ):  # fmt: skip
         assert wanted in text, wanted
     assert "\x1b[?25l" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_a_narrow_terminal_keeps_names_pids_and_states_whole():
+    console, out = terminal(80)
+    roles = (
+        RoleState(name="controller", pid=4194304, state="restarting", doing="d" * 60, waits_for="w" * 60, wait_s=12.5),
+    )
+    console.print(render(changed(roles=roles), elapsed_s=1, phase_s=1))
+    for wanted in ("controller", "4194304", "restarting", "12.5 s: w"):
+        assert wanted in out.getvalue()
 
 
 def test_weak_isolation_is_red_in_the_table_in_the_report_and_said_in_every_plain_step():
