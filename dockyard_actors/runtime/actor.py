@@ -1,0 +1,144 @@
+"""What an actor looks like: a class whose async methods take one message each, and the context it lives in.
+
+Handlers run one at a time in the order of arrival unless marked. This file knows nothing of sockets or processes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from dockyard_actors.runtime.message import Message, MessageTypeError, decoder, reply_type
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from dockyard_actors.runtime.ref import Ref
+    from dockyard_actors.runtime.system import ActorSystem
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def concurrent(handler: F) -> F:
+    """This handler runs in its own task, because it waits for others. It is cancelled when its asker's deadline passes."""
+    handler.__dockyard_concurrent__ = True  # type: ignore[attr-defined]
+    return handler
+
+
+def control(handler: F) -> F:
+    """This handler's message travels and is served on the control lane: user traffic never delays it.
+
+    It may run while a user handler of the same actor is suspended at an await.
+    """
+    handler.__dockyard_control__ = True  # type: ignore[attr-defined]
+    return handler
+
+
+class Death(msgspec.Struct, frozen=True):
+    """An incarnation of a watched name is gone. ``clean``: it stopped or left by itself."""
+
+    name: str
+    incarnation: int
+    cause: str
+    clean: bool = False
+
+
+class ActorContext:
+    """An actor's view of its surroundings, set as ``self.ctx`` before `on_start`."""
+
+    def __init__(self, system: ActorSystem, name: str, incarnation: int, cell: Any) -> None:
+        self.system, self.name, self.incarnation = system, name, incarnation
+        self._cell = cell
+
+    def ref(self, name: str) -> Ref:
+        """A reference whose asks show this actor as their owner."""
+        return self.system.ref(name, owner=self.name)
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Runs a task that the actor owns: cancelled when the actor stops; if it raises, the process ends with that cause."""
+        return self._cell.spawn(work, name)
+
+    def watch(self, name: str) -> None:
+        """`on_death` is called for every death of this name from now on, and at once if its last incarnation is dead already."""
+        self._cell.watch(name)
+
+
+class Actor:
+    """Base of actors. Handlers are async methods with one parameter annotated with a `Message` subclass.
+
+    An exception in a handler goes to the asker as `RemoteError` and to the log; the actor lives on.
+    """
+
+    ctx: ActorContext
+
+    async def on_start(self) -> None:
+        """Runs before the first message, after the name is registered. Raising ends the process with that cause."""
+
+    async def on_stop(self) -> None:
+        """Runs after the last message, when the actor stops in order."""
+
+    async def on_death(self, death: Death) -> None:
+        """A watched name died. Served on the control lane."""
+
+
+@dataclass(frozen=True)
+class Handler:
+    """One entry of an actor's table."""
+
+    method: str
+    kind: type[Message[Any]]
+    decode: Callable[[Any], Any]
+    concurrent: bool
+    control: bool
+
+
+def handlers_of(cls: type[Actor]) -> dict[str, Handler]:
+    """The handler table of an actor class by message name. MessageTypeError for handlers that cannot work as declared."""
+    table: dict[str, Handler] = {}
+    for name, function in inspect.getmembers(cls, inspect.iscoroutinefunction):
+        marked = getattr(function, "__dockyard_concurrent__", False) or getattr(function, "__dockyard_control__", False)
+        kinds = _message_kinds(cls, name, function)
+        if not kinds:
+            if marked:
+                raise MessageTypeError(
+                    f"{cls.__name__}.{name} is marked as a handler but its parameter is annotated with no Message subclass"
+                )
+            continue
+        for kind in kinds:
+            if kind.__name__ in table:
+                raise MessageTypeError(
+                    f"{cls.__name__} handles {kind.__name__} twice: {table[kind.__name__].method} and {name}"
+                )
+            decoder(reply_type(kind))  # a reply that cannot travel is found at start, not at the first ask
+            table[kind.__name__] = Handler(
+                name,
+                kind,
+                decoder(kind).decode,
+                getattr(function, "__dockyard_concurrent__", False),
+                getattr(function, "__dockyard_control__", False),
+            )
+    return table
+
+
+def _message_kinds(cls: type, name: str, function: Callable[..., Awaitable[Any]]) -> list[type[Message[Any]]]:
+    parameters = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty]
+    if len(parameters) != 1 or parameters[0].annotation is inspect.Parameter.empty:
+        return []
+    annotation = parameters[0].annotation
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, function.__globals__)  # type: ignore[attr-defined]  # an annotation of our own source
+        except NameError as error:
+            raise MessageTypeError(
+                f"{cls.__name__}.{name}({parameters[0].name}: {annotation}): {error}; "
+                "message types must be importable at run time, not only for type checkers"
+            ) from error
+    members = typing.get_args(annotation) or (annotation,)
+    if all(isinstance(member, type) and issubclass(member, Message) for member in members):
+        return list(members)
+    return []

@@ -1,0 +1,81 @@
+"""Who is called what: entries of the registry, and every process's replica of them.
+
+The registry pushes changes, so a replica learns of births and deaths without asking. It knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from dockyard_actors.transport.base import Address
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """A process with an actor system, as it presents itself to the registry."""
+
+    uid: str
+    name: str
+    pid: int
+    host: str
+    address: Address
+    agent: str = ""  # uid of the node agent that is its parent
+    is_agent: bool = False
+
+
+class Entry(msgspec.Struct, frozen=True, tag=True):
+    """One name: the newest incarnation, and whether it lives."""
+
+    name: str
+    incarnation: int  # strictly increasing for each name over the life of the registry
+    uid: str  # of its process
+    address: Address
+    window: int = 1  # messages one sender may have waiting in the actor's mailbox
+    control: tuple[str, ...] = ()  # message names that go over the control lane
+    meta: dict[str, str] = {}
+    alive: bool = True
+    cause: str = ""
+    clean: bool = False  # it stopped or left by itself
+
+
+class Directory:
+    """A replica: the newest known entry of every name."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+
+    def apply(self, entry: Entry) -> bool:
+        """Takes an entry unless a newer one is known; true when it changed something."""
+        known = self.entries.get(entry.name)
+        if known is not None and (known.incarnation, not known.alive) >= (entry.incarnation, not entry.alive):
+            return False
+        self.entries[entry.name] = entry
+        for waiter in self._waiters.pop(entry.name, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+        return True
+
+    def alive(self, name: str) -> Entry | None:
+        entry = self.entries.get(name)
+        return entry if entry is not None and entry.alive else None
+
+    async def wait_alive(self, name: str, after: int, deadline: float) -> Entry:
+        """The first living incarnation greater than ``after``; TimeoutError at ``deadline`` (of `loop.time()`)."""
+        loop = asyncio.get_running_loop()
+        while True:
+            entry = self.alive(name)
+            if entry is not None and entry.incarnation > after:
+                return entry
+            waiter = loop.create_future()
+            self._waiters.setdefault(name, []).append(waiter)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await waiter
+            finally:
+                waiters = self._waiters.get(name)
+                if waiters is not None and waiter in waiters:
+                    waiters.remove(waiter)
+                    if not waiters:
+                        del self._waiters[name]

@@ -1,0 +1,96 @@
+"""What travels between actor systems: tagged envelopes around a message body that only the addressed actor decodes.
+
+Deadlines are relative (clocks differ between hosts). Unknown trailing fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SYSTEM = "@system"  # the pseudo-actor in every process that the runtime itself answers
+
+
+class Ask(msgspec.Struct, tag=0, array_like=True, gc=False):
+    id: int  # unique in the asking process; a retry reuses it
+    dst: str
+    incarnation: int
+    src: str
+    kind: str  # message class name
+    ttl: float  # seconds left when it was sent
+    keep: bool  # may be sent again: the callee must remember its reply
+    body: msgspec.Raw
+
+
+class Tell(msgspec.Struct, tag=1, array_like=True, gc=False):
+    dst: str
+    incarnation: int
+    src: str
+    kind: str
+    body: msgspec.Raw
+
+
+class Reply(msgspec.Struct, tag=2, array_like=True, gc=False):
+    id: int
+    body: msgspec.Raw
+
+
+class Fail(msgspec.Struct, tag=3, array_like=True, gc=False):
+    """Answer to an ask that has no reply. ``code`` is one of the constants below."""
+
+    id: int
+    code: str
+    error: str = ""  # exception type of what the handler raised
+    text: str = ""
+    trace: str = ""
+
+
+class Credit(msgspec.Struct, tag=4, array_like=True, gc=False):
+    """The actor took so many messages of this sender out of its mailbox."""
+
+    dst: str
+    incarnation: int
+    count: int
+
+
+class Lost(msgspec.Struct, tag=5, array_like=True, gc=False):
+    """A tell could not be delivered; the sender counts a dead letter."""
+
+    dst: str
+    incarnation: int
+    kind: str
+    reason: str
+
+
+class Ping(msgspec.Struct, tag=6, array_like=True, gc=False):
+    seq: int
+
+
+class Pong(msgspec.Struct, tag=7, array_like=True, gc=False):
+    seq: int
+
+
+class Cancel(msgspec.Struct, tag=8, array_like=True, gc=False):
+    """The asker gave up: a concurrent handler of this ask is cancelled, a queued ask is skipped."""
+
+    id: int
+    dst: str
+
+
+Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel
+
+RAISED = "raised"  # the handler raised
+STALE = "stale"  # other incarnation
+UNKNOWN = "unknown"  # no such actor here
+NOT_UNDERSTOOD = "not-understood"  # no handler, or the body does not decode
+STOPPED = "stopped"  # the actor stopped before it came to this ask
+ABANDONED = "abandoned"  # the actor stopped while it was handling this ask
+FULL = "full"  # no room, although the sender's window allowed it
+
+decode = msgspec.msgpack.Decoder(Envelope).decode
+
+
+def raw(value: Any) -> msgspec.Raw:
+    """Puts a value where a body goes; it is encoded with the envelope in one pass."""
+    return value

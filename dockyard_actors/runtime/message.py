@@ -1,0 +1,135 @@
+"""Messages and their replies: a message type names its reply type, so `await ref.ask(msg)` is typed.
+
+Everything travels as msgpack; numpy arrays as an extension type (dtype, shape, bytes), never as lists of numbers.
+It knows nothing about who sends what to whom.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+R = TypeVar("R")
+
+_ARRAY_EXT = 1
+_ARRAY_KINDS = frozenset("biuf")  # bool, int, uint, float: plain bytes with no objects behind them
+
+
+class Message(msgspec.Struct, Generic[R], frozen=True, kw_only=True, tag=True):
+    """Base of all messages: ``class Lease(Message[Granted | Exhausted], frozen=True)``; `R` is the reply type.
+
+    The class name is the message's name on the wire. Unknown fields are ignored, so a newer peer may add some with defaults.
+    Reply types in a union must be tagged structs (``tag=True``). Arrays are declared as ``np.ndarray``.
+    """
+
+
+class MessageTypeError(TypeError):
+    """A message or reply type cannot go over the wire as declared; the text says which and how to declare it."""
+
+
+@cache
+def reply_type(kind: type[Message[Any]]) -> Any:
+    """The reply type `R` that a message class was declared with. MessageTypeError when there is none."""
+    for cls in kind.__mro__:
+        for base in getattr(cls, "__orig_bases__", ()):
+            if typing.get_origin(base) is Message:
+                (reply,) = typing.get_args(base)
+                if isinstance(reply, typing.ForwardRef):
+                    reply = reply.__forward_arg__
+                if isinstance(reply, str):
+                    reply = eval(reply, vars(sys.modules[cls.__module__]))  # an annotation of our own source
+                return type(None) if reply is None else reply
+    raise MessageTypeError(
+        f"{kind.__name__} names no reply type: declare it as `class {kind.__name__}(Message[ReplyType])`"
+    )
+
+
+def encode_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind not in _ARRAY_KINDS:
+            raise MessageTypeError(
+                f"an array of dtype {value.dtype} cannot go over the wire: numbers and booleans only"
+            )
+        header = msgspec.msgpack.encode(_ArrayHeader(value.dtype.str, value.shape))
+        return msgspec.msgpack.Ext(_ARRAY_EXT, bytes((len(header),)) + header + np.ascontiguousarray(value).tobytes())
+    raise MessageTypeError(
+        f"{type(value).__name__} cannot go over the wire: use a struct, plain values or a numpy array"
+    )
+
+
+class _ArrayHeader(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _decode_ext(code: int, data: memoryview) -> Any:
+    if code != _ARRAY_EXT:
+        return msgspec.msgpack.Ext(code, bytes(data))
+    start = data[0] + 1
+    header = msgspec.msgpack.decode(data[1:start], type=_ArrayHeader)
+    dtype = np.dtype(header.dtype)
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"array of dtype {dtype} refused")
+    return np.frombuffer(data[start:], dtype).reshape(header.shape).copy()  # aligned, and does not keep the frame alive
+
+
+def _decode_custom(kind: type, value: Any) -> Any:
+    if isinstance(value, kind):
+        return value
+    raise msgspec.ValidationError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=encode_hook)
+
+
+@cache
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The (cached) decoder of a message or reply type. MessageTypeError when the type cannot go over the wire."""
+    try:
+        made = msgspec.msgpack.Decoder(kind, ext_hook=_decode_ext, dec_hook=_decode_custom)
+        _refuse_number_lists(msgspec.inspect.type_info(kind), str(kind), set())
+    except TypeError as error:
+        raise MessageTypeError(f"{kind} cannot go over the wire: {error}") from error
+    return made
+
+
+@cache
+def reply_decoder(kind: type[Message[Any]]) -> Callable[[Any], Any]:
+    """Decodes the body of a reply to this message type."""
+    return decoder(reply_type(kind)).decode
+
+
+def _refuse_number_lists(info: msgspec.inspect.Type, where: str, seen: set[type]) -> None:
+    """A `list[int]` field costs 28 times what the same numbers cost as an array, so declaring one is an error."""
+    inspect = msgspec.inspect
+    if isinstance(info, inspect.ListType):
+        if isinstance(info.item_type, inspect.IntType | inspect.FloatType):
+            raise TypeError(f"{where} is a list of numbers: declare np.ndarray (or tuple[int, ...] for a handful)")
+        _refuse_number_lists(info.item_type, where, seen)
+    elif isinstance(info, inspect.StructType | inspect.DataclassType):
+        if info.cls not in seen:
+            seen.add(info.cls)
+            for field in info.fields:
+                _refuse_number_lists(field.type, f"{info.cls.__name__}.{field.name}", seen)
+    elif isinstance(info, inspect.UnionType):
+        for member in info.types:
+            _refuse_number_lists(member, where, seen)
+    elif isinstance(info, inspect.DictType):
+        _refuse_number_lists(info.value_type, where, seen)
+    elif isinstance(info, inspect.VarTupleType):
+        _refuse_number_lists(info.item_type, where, seen)
+
+
+def fingerprint(kinds: list[type[Message[Any]]]) -> str:
+    """Short hash of the field names and types of these messages and their replies; logged so that skew can be seen."""
+    text = ";".join(
+        f"{msgspec.inspect.type_info(kind)}>{reply_type(kind)}" for kind in sorted(kinds, key=lambda k: k.__name__)
+    )
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,0 +1,417 @@
+"""An actor system: the actors of one process, their way to the rest of the run, and the process's place in the registry.
+
+It promises that every ask ends (reply, typed error or deadline), that deaths are told as soon as the registry knows, and that
+closing leaves nothing behind. It knows nothing of what actors do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime import guard
+from dockyard_actors.runtime.actor import Actor, Death, handlers_of
+from dockyard_actors.runtime.caller import Caller, Wait
+from dockyard_actors.runtime.cell import Cell
+from dockyard_actors.runtime.config import SystemConfig
+from dockyard_actors.runtime.deadlines import Deadlines
+from dockyard_actors.runtime.directory import Directory, Entry, ProcessRecord
+from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, ProtocolRefused
+from dockyard_actors.runtime.message import encoder, fingerprint, reply_decoder
+from dockyard_actors.runtime.ref import Ref
+from dockyard_actors.runtime.registry import (
+    REGISTRY,
+    DirectoryUpdate,
+    Join,
+    Joined,
+    Leave,
+    Lookup,
+    Refused,
+    Register,
+    Registered,
+    Registry,
+    Unregister,
+)
+from dockyard_actors.runtime.status import Counts, StopRequest, SystemStats, SystemStatus
+from dockyard_actors.transport.base import (
+    Lane,
+    Peer,
+    load_keys,
+    open_control,
+    parse_rendezvous,
+)
+
+log = logging.getLogger("dockyard.runtime.system")
+
+CRASH_CODE = 70  # EX_SOFTWARE: exit code of a process whose actor system crashed
+_REGISTRY_CONTROL = tuple(
+    sorted(handlers_of(Registry))
+)  # the registry's messages are all control messages, known before any directory is
+
+
+class ActorSystem:
+    """``async with ActorSystem(config) as system``: opens sockets, joins (or hosts) the registry; leaves at exit.
+
+    At exit of the block it raises ActorCrashed when an actor's own task had failed and nothing else is being raised.
+    """
+
+    def __init__(self, config: SystemConfig | None = None, *, is_agent: bool = False) -> None:
+        self.config = config or SystemConfig()
+        self.directory = Directory()
+        self.gone: dict[str, str] = {}  # uid → cause, of dead processes
+        self.counts = Counts()
+        self.registry: Registry | None = None  # when hosted here
+        self._is_agent = is_agent
+        self._cells: dict[str, Cell] = {}
+        self._watchers: dict[str, set[Cell]] = {}
+        self._full: set[Cell] = set()
+        self._own_dir: Path | None = None
+        self._closing = self._joined = False
+        self._pongs: dict[int, asyncio.Future[None]] = {}
+
+    # ------------------------------------------------------------------ opening
+
+    async def __aenter__(self) -> ActorSystem:
+        self.loop = asyncio.get_running_loop()
+        self._stop: asyncio.Future[StopRequest] = self.loop.create_future()
+        self.deadlines = Deadlines()
+        config = self.config
+        keys = load_keys(config.key_file) if config.key_file else None
+        if config.rendezvous and not config.ipc_prefix:
+            self._own_dir = Path(tempfile.mkdtemp(prefix="dy-"))
+            config = self.config = dataclasses.replace(config, ipc_prefix=f"{self._own_dir}/")
+        self.transport = open_control(config.control(keys), self)
+        self._caller = Caller(self)
+        try:
+            await self.transport.start()
+            self.process = ProcessRecord(
+                config.uid,
+                config.name,
+                os.getpid(),
+                self.transport.address.host,
+                self.transport.address,
+                config.agent,
+                self._is_agent,
+            )
+            if config.rendezvous:
+                await self._join()
+            else:
+                await self._host_registry()
+            self._joined = True
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+        if error is None and self._stop.done() and self._stop.result().cause is not None:
+            stop = self._stop.result()
+            raise ActorCrashed(f"{self.config.name}: {stop.reason}") from stop.cause
+
+    async def _host_registry(self) -> None:
+        self.registry = Registry(self.process, self._push)
+        entry = Entry(
+            REGISTRY, 1, self.config.uid, self.transport.address, self.config.window, _REGISTRY_CONTROL, self._meta()
+        )
+        self.directory.apply(entry)
+        self.registry.entries[REGISTRY] = entry
+        self._cells[REGISTRY] = cell = Cell(self, self.registry, REGISTRY, 1, handlers_of(Registry))
+        cell.serve()
+
+    async def _join(self) -> None:
+        address = parse_rendezvous(self.config.rendezvous)
+        door = Entry(
+            REGISTRY, 0, "rendezvous", address, self.config.window, _REGISTRY_CONTROL
+        )  # incarnation 0: whichever is there
+        deadline = self.loop.time() + self.config.join_s
+        body = await self._caller.ask_entry(door, self.config.name, Join(process=self.process), deadline)
+        reply: Joined | Refused = reply_decoder(Join)(body)
+        self._caller.on_gone("rendezvous", "joined")  # from here on the registry is an actor like any other
+        self.gone.clear()
+        if isinstance(reply, Refused):
+            raise ProtocolRefused(f"{self.config.name} may not join {self.config.rendezvous}: {reply.reason}")
+        self.primary = reply.registry
+        for entry in reply.entries:
+            self.directory.apply(entry)
+
+    # ------------------------------------------------------------------ actors
+
+    async def start(self, actor: Actor, name: str, meta: dict[str, str] | None = None) -> Ref:
+        """Registers the name, runs `on_start`, then serves messages. Raises NameTaken, or what `on_start` raised.
+
+        ``meta`` is kept by the registry beside pid, host and agent and is seen by everyone.
+        """
+        table = handlers_of(type(actor))
+        if name in self._cells:
+            raise NameTaken(f"{self.config.name} runs an actor called {name!r} already")
+        urgent = tuple(sorted(kind for kind, handler in table.items() if handler.control))
+        register = Register(
+            name=name, uid=self.config.uid, window=self.config.window, control=urgent, meta=self._meta(meta)
+        )
+        reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
+        if not isinstance(reply, Registered):
+            raise NameTaken(f"cannot register {name!r}: {reply.reason}")
+        cell = self._cells[name] = Cell(self, actor, name, reply.incarnation, table)
+        log.info("%s#%d starts, schema %s", name, reply.incarnation, fingerprint([h.kind for h in table.values()]))
+        self.directory.apply(
+            Entry(
+                name,
+                reply.incarnation,
+                self.config.uid,
+                self.transport.address,
+                self.config.window,
+                urgent,
+                register.meta,
+            )
+        )
+        try:
+            await actor.on_start()
+        except BaseException:
+            await self._withdraw(cell, "on_start failed")
+            raise
+        cell.serve()
+        return self.ref(name)
+
+    async def stop(self, name: str, cause: str = "stopped") -> None:
+        """Stops one actor in order: refuses what waits, lets the handler at work end, runs `on_stop`."""
+        cell = self._cells[name]
+        try:
+            await cell.stop()
+        finally:
+            await self._withdraw(cell, cause)
+
+    async def _withdraw(self, cell: Cell, cause: str) -> None:
+        self._cells.pop(cell.name, None)
+        cell.abandon()
+        if cell.name != REGISTRY and self._joined:
+            message = Unregister(name=cell.name, incarnation=cell.incarnation, cause=cause)
+            try:
+                await self.ref(REGISTRY).ask(message, deadline_s=self.config.registry_s)
+            except ActorError as error:  # the registry may be gone before us, which says the same
+                log.info("could not unregister %s: %s", cell.name, error)
+
+    def ref(self, name: str, *, owner: str | None = None, incarnation: int | None = None) -> Ref:
+        return Ref(self._caller, name, owner or self.config.name, incarnation)
+
+    def watch(self, name: str, cell: Cell) -> None:
+        self._watchers.setdefault(name, set()).add(cell)
+        entry = self.directory.entries.get(name)
+        if entry is not None and not entry.alive:
+            cell.control.put(Death(name, entry.incarnation, entry.cause, entry.clean))
+
+    def _meta(self, more: dict[str, str] | None = None) -> dict[str, str]:
+        own = {
+            "pid": str(os.getpid()),
+            "host": socket.gethostname(),
+            "process": self.config.name,
+            "agent": self.config.agent,
+        }
+        return {**(more or {}), **own}
+
+    # ------------------------------------------------------------------ ending
+
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
+        """Asks the process to end in order; the first request counts."""
+        if not self._stop.done():
+            self._stop.set_result(StopRequest(reason, exit_code))
+
+    def crash(self, error: BaseException | None, where: str) -> None:
+        """The process cannot go on: the first cause is kept for whoever waits in `wait_stop`."""
+        if self._stop.done():
+            if not self._closing:
+                log.error("after the stop was requested: %s: %r", where, error, exc_info=error)
+            return
+        log.critical("%s crashed: %r", where, error, exc_info=error)
+        self._stop.set_result(StopRequest(f"{where} crashed", CRASH_CODE, error))
+
+    async def wait_stop(self) -> StopRequest:
+        """Resolves when the process was asked to end or has crashed."""
+        return await asyncio.shield(self._stop)
+
+    async def close(self) -> None:
+        """Stops actors (last started first), leaves the registry, closes sockets. Errors of `on_stop` are logged."""
+        if self._closing:
+            return
+        self._closing = True
+        crashed = self._stop.done() and self._stop.result().cause is not None
+        for name, cell in reversed(list(self._cells.items())):
+            if name == REGISTRY:
+                continue
+            if crashed:
+                cell.abandon()
+                continue
+            try:
+                await self.stop(name)
+            except Exception:
+                log.exception("stopping %s failed", name)
+        if self._joined and self.registry is None and not crashed:
+            try:
+                await self.ref(REGISTRY).ask(Leave(uid=self.config.uid), deadline_s=self.config.registry_s)
+            except ActorError as error:
+                log.info("could not say goodbye to the registry: %s", error)
+        if REGISTRY in self._cells:
+            await self._cells.pop(REGISTRY).stop()
+        self._caller.close()
+        self.deadlines.close()
+        await self.transport.close()
+        if self._own_dir is not None:
+            shutil.rmtree(self._own_dir, ignore_errors=True)
+
+    # ------------------------------------------------------------------ views
+
+    def waits(self) -> list[Wait]:
+        """Who in this process waits for whom, for what and for how long; the oldest first."""
+        return self._caller.waits()
+
+    @contextlib.contextmanager
+    def waiting(self, owner: str, peer: str, what: str, deadline_s: float) -> Iterator[None]:
+        """Shows a wait that is not an ask (data plane, engine) among `waits()`; whoever waits keeps the deadline itself."""
+        with self._caller.waiting(owner, peer, "", what, self.loop.time() + deadline_s):
+            yield
+
+    def stats(self) -> SystemStats:
+        depth = {name: len(cell.user) + len(cell.control) for name, cell in self._cells.items()}
+        busy = {name: f"{c.busy[0]} {self.loop.time() - c.busy[1]:.1f}s" for name, c in self._cells.items() if c.busy}
+        return SystemStats(
+            **msgspec.structs.asdict(self.counts),
+            **self.transport.counters(),
+            mailboxes=depth,
+            busy=busy,
+            deadlines=len(self.deadlines),
+        )
+
+    def status(self) -> SystemStatus:
+        held = guard.current()
+        return SystemStatus(self.config.name, os.getpid(), self.stats(), tuple(self.waits()), held[1] if held else "")
+
+    # ------------------------------------------------------------------ transport's receiver
+
+    def on_envelope(self, peer: Peer, lane: Lane, envelope: memoryview) -> None:
+        try:
+            message = wire.decode(envelope)
+        except msgspec.MsgspecError as error:
+            self.counts.malformed += 1
+            log.warning("ignored a malformed envelope from process %s: %s", peer.uid or "?", error)
+            return
+        if isinstance(message, wire.Reply):
+            self._caller.on_reply(message)
+        elif isinstance(message, (wire.Ask, wire.Tell)):
+            self._on_request(peer, lane, message)
+        elif isinstance(message, wire.Credit):
+            self._caller.on_credit(peer, lane, message)
+        elif isinstance(message, wire.Fail):
+            self._caller.on_fail(message)
+        elif isinstance(message, wire.Ping):
+            peer.send(lane, encoder.encode(wire.Pong(message.seq)))
+        elif isinstance(message, wire.Pong):
+            future = self._pongs.pop(message.seq, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+        elif isinstance(message, wire.Lost):
+            self.dead_letter(f"{message.kind} to {message.dst}#{message.incarnation}: {message.reason}")
+        elif isinstance(message, wire.Cancel) and message.dst in self._cells:
+            self._cells[message.dst].cancel(peer, message.id)
+
+    def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell) -> None:
+        if message.dst == wire.SYSTEM:
+            if message.kind == "DirectoryUpdate":
+                self._on_update(msgspec.msgpack.decode(message.body, type=DirectoryUpdate))
+            return
+        cell = self._cells.get(message.dst)
+        if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
+            peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.status()))))
+        elif cell is None:
+            self._refuse(
+                peer, lane, message, wire.UNKNOWN, f"no actor {message.dst!r} in process {self.config.name} (any more)"
+            )
+        elif message.incarnation not in (cell.incarnation, 0):
+            text = f"it was meant for incarnation {message.incarnation} and this is {cell.incarnation}"
+            self._refuse(peer, lane, message, wire.STALE, text)
+        else:
+            cell.offer(peer, lane, message)
+
+    def _refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
+        if type(message) is wire.Ask:
+            peer.send(lane, encoder.encode(wire.Fail(message.id, code, "", text)))
+        else:
+            peer.send(lane, encoder.encode(wire.Lost(message.dst, message.incarnation, message.kind, text)))
+
+    def _on_update(self, update: DirectoryUpdate) -> None:
+        for uid, cause in update.gone.items():
+            if uid == self.config.uid:
+                self.crash(ActorCrashed(f"the registry declared this process dead: {cause}"), self.config.name)
+                return
+            self.gone[uid] = cause
+            self._caller.on_gone(uid, cause)
+            self.transport.forget(uid)
+        for entry in update.entries:
+            if self.directory.apply(entry) and not entry.alive:
+                self._caller.on_entry_dead(entry)
+                for cell in self._watchers.get(entry.name, ()):
+                    cell.control.put(Death(entry.name, entry.incarnation, entry.cause, entry.clean))
+
+    def on_undeliverable(self, peer: Peer, lane: Lane, envelopes: int, reason: str) -> None:
+        self.counts.dead_letters += envelopes
+        log.info("%d envelopes to process %s will not arrive: %s", envelopes, peer.uid or "?", reason)
+
+    def on_refused(self, peer: Peer, reason: str) -> None:
+        log.error("a peer refused our hello: %s", reason)
+        self._caller.on_refused(peer, reason)
+
+    def on_fault(self, error: BaseException) -> None:
+        self.crash(error, "the control transport")
+
+    # ------------------------------------------------------------------ inside the runtime
+
+    def dead_letter(self, text: str) -> None:
+        self.counts.dead_letters += 1
+        log.warning("dead letter: %s", text)
+
+    def no_room_in(self, cell: Cell) -> None:
+        """A mailbox is full although every sender kept to its window: stop reading requests until it is half empty."""
+        self._full.add(cell)
+        self.transport.pause(Lane.USER, True)
+
+    def room_in(self, cell: Cell) -> None:
+        if cell in self._full:
+            self._full.discard(cell)
+            if not self._full:
+                self.transport.pause(Lane.USER, False)
+
+    async def lookup(self, name: str, deadline: float) -> Entry | None:
+        reply = await self.ref(REGISTRY).ask(
+            Lookup(name=name), deadline_s=min(self.config.registry_s, max(0.0, deadline - self.loop.time()))
+        )
+        if isinstance(reply, Entry):
+            self.directory.apply(reply)
+            return self.directory.entries[name]
+        return None
+
+    def _push(self, process: ProcessRecord, update: DirectoryUpdate | None, last: bool) -> None:
+        """The hosted registry's voice: tells a process what changed."""
+        if process.uid == self.config.uid:
+            if update is not None:
+                self._on_update(update)
+            return
+        peer = self.transport.connect(process.address)
+        if update is not None:
+            peer.send(
+                Lane.CONTROL, encoder.encode(wire.Tell(wire.SYSTEM, 0, REGISTRY, "DirectoryUpdate", wire.raw(update)))
+            )
+        if last:
+            self.transport.disconnect(peer)

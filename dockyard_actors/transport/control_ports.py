@@ -1,0 +1,369 @@
+"""Raw ZMQ sockets on the event loop: ports that pack everything sent to a peer in one tick into one frame.
+
+Order is kept for each peer and lane; nothing is dropped silently (full pipes queue, vanished peers are reported). A peer
+must say a valid hello before its envelopes count. Opening, binding and securing sockets is `control.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from dockyard_actors.transport.base import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    Address,
+    ControlConfig,
+    Lane,
+    Peer,
+    Receiver,
+    TransportError,
+)
+
+_LENGTH = struct.Struct("<I")
+_DATA, _HELLO, _REFUSAL = b"D", b"H", b"R"  # first byte of every frame
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """First frame on every connection."""
+
+    major: int
+    minor: int
+    uid: str
+    cookie: str
+
+
+def hello_frame(config: ControlConfig) -> bytes:
+    cookie = config.keys.cookie if config.keys else ""
+    return _HELLO + msgspec.msgpack.encode(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, config.uid, cookie))
+
+
+def pack(envelopes: list[bytes]) -> bytes:
+    parts = [_DATA]
+    for envelope in envelopes:
+        parts.append(_LENGTH.pack(len(envelope)))
+        parts.append(envelope)
+    return b"".join(parts)
+
+
+def unpack(frame: bytes) -> Iterator[memoryview]:
+    """Envelopes of a data frame; ValueError when the lengths do not add up (what came before the fault is already out)."""
+    view = memoryview(frame)
+    at, end = 1, len(view)
+    while at < end:
+        if end - at < 4:
+            raise ValueError(f"{end - at} stray bytes at the end of a frame")
+        (size,) = _LENGTH.unpack_from(view, at)
+        at += 4
+        if size > end - at:
+            raise ValueError(f"an envelope of {size} bytes in a frame with {end - at} left")
+        yield view[at : at + size]
+        at += size
+
+
+class Owner(Protocol):
+    """What a port needs of the transport it belongs to."""
+
+    config: ControlConfig
+    receiver: Receiver
+
+    def dial(self, link: Link, lane: Lane) -> DealerPort: ...
+    def bad_frame(self, sender: str, reason: str) -> None: ...
+
+
+class _Port:
+    """One raw socket on the loop. The descriptor is edge-triggered, so EVENTS is looked at again after every send and read."""
+
+    def __init__(self, transport: Owner, socket: zmq.Socket[bytes], lane: Lane) -> None:
+        self.transport, self.socket, self.lane = transport, socket, lane
+        self.loop = asyncio.get_running_loop()
+        self.paused = self.closed = self._kicked = False
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self.loop.add_reader(self._fd, self._tick)
+
+    def kick(self) -> None:
+        if not self._kicked and not self.closed:
+            self._kicked = True
+            self.loop.call_soon(self._tick)
+
+    def close(self, linger_ms: int) -> None:
+        if not self.closed:
+            self.closed = True
+            self.loop.remove_reader(self._fd)
+            self.socket.close(linger_ms)
+
+    def flush(self) -> None:
+        raise NotImplementedError
+
+    def receive(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _tick(self) -> None:
+        self._kicked = False
+        if self.closed:
+            return
+        try:
+            self.flush()
+            if not self.paused:
+                self._drain()
+            if self.closed:
+                return
+            self.flush()  # replies made while reading leave in this very tick
+            events = int(self.socket.getsockopt(zmq.EVENTS))
+            if (events & zmq.POLLIN and not self.paused) or (events & zmq.POLLOUT and self.wants_room):
+                self.kick()
+        except Exception as error:  # the boundary of the transport: the receiver ends the process with this cause
+            self.transport.receiver.on_fault(error)
+
+    @property
+    def wants_room(self) -> bool:
+        return False
+
+    def _drain(self) -> None:
+        recv = self.socket.recv_multipart
+        for _ in range(self.transport.config.drain_frames):
+            try:
+                frames = recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.receive(frames)
+            if self.closed or self.paused:
+                return
+
+    def deliver(self, peer: Peer, frame: bytes) -> None:
+        on_envelope, lane = self.transport.receiver.on_envelope, self.lane
+        try:
+            for envelope in unpack(frame):
+                on_envelope(peer, lane, envelope)
+        except ValueError as error:
+            self.transport.bad_frame(peer.uid, str(error))
+
+
+class Outbox:
+    """Envelopes for one peer, packed into frames in order. ``frames`` holds what the socket did not take yet."""
+
+    __slots__ = ("config", "envelopes", "frames", "size")
+
+    def __init__(self, config: ControlConfig) -> None:
+        self.config = config
+        self.envelopes: list[bytes] = []
+        self.frames: deque[tuple[bytes, int]] = deque()
+        self.size = 0
+
+    def add(self, envelope: bytes) -> None:
+        if len(envelope) > self.config.max_frame_bytes - 64:
+            raise TransportError(
+                f"an envelope of {len(envelope)} bytes exceeds max_frame_bytes={self.config.max_frame_bytes}: "
+                "tensors and other bulk go over the data plane"
+            )
+        self.size += len(envelope)
+        self.envelopes.append(envelope)
+        if self.size >= self.config.frame_bytes or len(self.envelopes) >= self.config.frame_envelopes:
+            self.seal()
+
+    def seal(self) -> None:
+        if self.envelopes:
+            if self.size > self.config.max_frame_bytes - 64 - 4 * len(
+                self.envelopes
+            ):  # the last one was large: on its own
+                last = self.envelopes.pop()
+                self.frames.append((pack(self.envelopes), len(self.envelopes)))
+                self.envelopes = [last]
+            self.frames.append((pack(self.envelopes), len(self.envelopes)))
+            self.envelopes = []
+            self.size = 0
+
+    def waiting(self) -> int:
+        return len(self.envelopes) + sum(count for _, count in self.frames)
+
+
+class RouterPeer:
+    """A process that connected to one of our ROUTERs; replies go back over the same connection."""
+
+    __slots__ = ("identity", "outbox", "port", "uid")
+
+    def __init__(self, port: RouterPort, identity: bytes, uid: str) -> None:
+        self.port, self.identity, self.uid = port, identity, uid
+        self.outbox = Outbox(port.transport.config)
+
+    def send(self, lane: Lane, envelope: bytes) -> None:
+        self.outbox.add(envelope)
+        self.port.dirty[self.identity] = self
+        self.port.kick()
+
+
+class RouterPort(_Port):
+    def __init__(self, transport: Owner, socket: zmq.Socket[bytes], lane: Lane) -> None:
+        super().__init__(transport, socket, lane)
+        self.peers: dict[bytes, RouterPeer] = {}
+        self.dirty: dict[bytes, RouterPeer] = {}
+        self._retry: asyncio.TimerHandle | None = None
+
+    def receive(self, frames: list[bytes]) -> None:
+        if len(frames) != 2 or not frames[1]:
+            self.transport.bad_frame("stranger", f"{len(frames)} parts where 2 are expected")
+            return
+        identity, frame = frames
+        peer = self.peers.get(identity)
+        kind = frame[:1]
+        if kind == _DATA and peer is not None:
+            self.deliver(peer, frame)
+        elif kind == _HELLO:
+            self._hello(identity, frame)
+        else:
+            self.transport.bad_frame(
+                peer.uid if peer else "stranger",
+                "a frame before any accepted hello" if peer is None else "unknown kind",
+            )
+
+    def _hello(self, identity: bytes, frame: bytes) -> None:
+        try:
+            hello = msgspec.msgpack.decode(memoryview(frame)[1:], type=Hello)
+        except msgspec.MsgspecError as error:
+            self.transport.bad_frame("stranger", f"malformed hello: {error}")
+            return
+        keys = self.transport.config.keys
+        if not secrets.compare_digest(hello.cookie.encode(), (keys.cookie if keys else "").encode()):
+            reason = "the hello's cookie is not this run's: wrong key file"
+        elif hello.major != PROTOCOL_MAJOR:
+            reason = f"protocol {hello.major}.{hello.minor} spoken to a process with {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+        else:
+            if identity not in self.peers:
+                self.peers[identity] = RouterPeer(self, identity, hello.uid)
+            return
+        self.transport.bad_frame(hello.uid, reason)
+        with contextlib.suppress(zmq.ZMQError):  # the refused one may be gone already
+            self.socket.send_multipart([identity, _REFUSAL + reason.encode()], zmq.NOBLOCK)
+
+    def forget(self, uid: str) -> None:
+        for identity in [key for key, peer in self.peers.items() if peer.uid == uid]:
+            del self.peers[identity]
+            self.dirty.pop(identity, None)
+
+    def flush(self) -> None:
+        if not self.dirty:
+            return
+        send = self.socket.send_multipart
+        for identity, peer in list(self.dirty.items()):
+            peer.outbox.seal()
+            frames = peer.outbox.frames
+            try:
+                while frames:
+                    send([identity, frames[0][0]], zmq.NOBLOCK)
+                    frames.popleft()
+            except zmq.Again:  # its pipe is full
+                if self._retry is None:
+                    self._retry = self.loop.call_later(self.transport.config.retry_s, self._again)
+                continue
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                lost = peer.outbox.waiting()
+                frames.clear()
+                self.transport.receiver.on_undeliverable(peer, self.lane, lost, "the peer is gone")
+            del self.dirty[identity]
+
+    def _again(self) -> None:
+        self._retry = None
+        self.kick()
+
+    def close(self, linger_ms: int) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        super().close(linger_ms)
+
+
+class DealerPort(_Port):
+    def __init__(self, link: Link, socket: zmq.Socket[bytes], lane: Lane) -> None:
+        super().__init__(link.transport, socket, lane)
+        self.link = link
+        self.outbox = Outbox(self.transport.config)
+
+    @property
+    def wants_room(self) -> bool:
+        return bool(self.outbox.frames)
+
+    def receive(self, frames: list[bytes]) -> None:
+        frame = frames[0] if len(frames) == 1 else b""
+        if frame[:1] == _DATA:
+            self.deliver(self.link, frame)
+        elif frame[:1] == _REFUSAL:
+            self.transport.receiver.on_refused(self.link, frame[1:].decode(errors="replace"))
+        else:
+            self.transport.bad_frame(str(self.link.address), "unknown kind of frame in a reply")
+
+    def flush(self) -> None:
+        outbox = self.outbox
+        outbox.seal()
+        try:
+            while outbox.frames:
+                self.socket.send(outbox.frames[0][0], zmq.NOBLOCK)
+                outbox.frames.popleft()
+        except zmq.Again:
+            return  # the tick looks for POLLOUT
+
+
+class Link:
+    """Our connection to another process: a DEALER for each lane, opened when first used."""
+
+    uid = ""
+
+    def __init__(self, transport: Owner, address: Address) -> None:
+        self.transport, self.address = transport, address
+        self.ports: list[DealerPort | None] = [None, None]
+        self.closed = False
+
+    def send(self, lane: Lane, envelope: bytes) -> None:
+        port = self.ports[lane]
+        if port is None:
+            if self.closed:
+                self.transport.receiver.on_undeliverable(self, lane, 1, "the connection was closed")
+                return
+            port = self.ports[lane] = self.transport.dial(self, lane)
+        port.outbox.add(envelope)
+        port.kick()
+
+    def flush(self) -> None:
+        for port in self.ports:
+            if port is not None:
+                port.flush()
+
+    def close(self, linger_ms: int) -> None:
+        self.closed = True
+        for lane, port in enumerate(self.ports):
+            if port is not None:
+                waiting = port.outbox.waiting()
+                port.close(linger_ms)
+                if waiting:
+                    self.transport.receiver.on_undeliverable(self, Lane(lane), waiting, "the connection was closed")
+        self.ports = [None, None]
+
+
+class Loopback:
+    """A process talking to itself: same order, same framing cost avoided, delivery in a later tick like from anyone else."""
+
+    def __init__(self, transport: Owner, uid: str) -> None:
+        self.transport, self.uid = transport, uid
+        self.other = self
+        self.queue: deque[tuple[Lane, bytes]] = deque()
+
+    def send(self, lane: Lane, envelope: bytes) -> None:
+        if not self.queue:
+            asyncio.get_running_loop().call_soon(self._run)
+        self.queue.append((lane, envelope))
+
+    def _run(self) -> None:
+        batch, self.queue = self.queue, deque()
+        try:
+            for lane, envelope in batch:
+                self.transport.receiver.on_envelope(self.other, lane, memoryview(envelope))
+        except Exception as error:  # as in _Port._tick
+            self.transport.receiver.on_fault(error)
