@@ -1,0 +1,311 @@
+"""The trained model: forward on packed micro-batches, one optimizer step, weights out, checkpoint in and out.
+Promises that the gradient of a step does not depend on how it was split into micro-batches. The loss is a callable of the
+caller's: this module knows no algorithm, and no roles.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dockyard_actors.policy import checkpoint
+from dockyard_actors.policy.batch import MicroBatch, TrainBatch
+from dockyard_actors.policy.logprobs import token_logprobs
+from dockyard_actors.policy.model import ModelSourceError, eos_ids, load_model, load_tokenizer
+from dockyard_actors.policy.packing import ATTENTION
+from dockyard_actors.policy.types import ModelConfig, OptimizerConfig, PolicyConfig, StepMetrics
+from dockyard_actors.transport.torch_views import as_torch
+from dockyard_actors.transport.weights_shm import WeightManifest
+
+WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class NonFiniteGradient(ArithmeticError):
+    """A gradient is NaN or infinite; the weights were not changed."""
+
+
+class LossResult(Protocol):
+    """A scalar to call backward on, and whatever statistics belong to it."""
+
+    @property
+    def loss(self) -> torch.Tensor: ...
+    @property
+    def stats(self) -> Mapping[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees of one micro-batch: rows [rows.start, rows.stop) of the batch.
+
+    logprobs (b, S) float32, differentiable, 0 outside the mask; behaviour_logprobs (b, S); proximal_logprobs and
+    reference_logprobs (b, S) or None; advantages (b,); loss_mask (b, S) bool; row_weights (b,).
+    """
+
+    rows: slice
+    logprobs: torch.Tensor
+    behaviour_logprobs: torch.Tensor
+    proximal_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    row_weights: torch.Tensor
+
+
+LossFn = Callable[[LossInputs], LossResult]
+"""Returns the micro-batch's share of the batch's loss: denominators are global, gradients are added."""
+
+
+@dataclass
+class StepResult:
+    """metrics; logprobs and entropy (B, S) before the update, detached; partials: each micro-batch's loss statistics."""
+
+    metrics: StepMetrics
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    partials: list[Mapping[str, torch.Tensor]] = field(default_factory=list)
+
+
+class Policy:
+    """A causal language model with float32 master weights, its optimizer and its step counter.
+
+    temperature: of the distribution that is trained; must be the one the engine samples at.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: PolicyConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        if not temperature > 0:
+            raise ValueError(f"policy temperature {temperature!r} must be > 0")
+        self.config = config or PolicyConfig()
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.temperature = temperature
+        self.tokenizer = tokenizer
+        self.model = _prepared(model)
+        self.reference: PreTrainedModel | None = None
+        self.parameters = dict(self.model.named_parameters())  # tied weights once, under their first name
+        self.step = 0
+        self.version = 0
+        self.skipped_steps = 0
+        self._skips_in_a_row = 0
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=self.optimizer_config.lr,
+            betas=self.optimizer_config.betas,
+            eps=self.optimizer_config.eps,
+            weight_decay=self.optimizer_config.weight_decay,
+            fused=True,  # one pass over the state, a third of the foreach version's time on CPUs
+        )
+
+    @classmethod
+    def open(
+        cls,
+        model: ModelConfig,
+        config: PolicyConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        temperature: float = 1.0,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> Policy:
+        """Loads `model.source` in float32 and sets this process's torch threads to config.threads."""
+        if model.dtype != "float32":
+            raise ModelSourceError(
+                f"model.dtype: {model.dtype!r} for training; master weights are float32 (autocast_bf16)"
+            )
+        config = config or PolicyConfig()
+        torch.set_num_threads(config.threads)
+        loaded = load_model(model.source, "float32", seed=model.seed, progress=progress)
+        return cls(loaded, load_tokenizer(model.source, progress), config, optimizer, temperature)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a completion."""
+        return eos_ids(self.model, self.tokenizer)
+
+    # ---- forward
+
+    def completion_logprobs(
+        self, micro: MicroBatch, width: int, model: PreTrainedModel | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs (b, width) of a micro-batch's completion tokens at the policy's temperature, 0 elsewhere, differentiable
+        when gradients are on; and the entropy (b, width), detached, 0 unless config.entropy. Both float32."""
+        model = model or self.model
+        bf16 = self.config.autocast_bf16
+        with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            hidden = model.base_model(
+                input_ids=micro.input_ids[None],
+                position_ids=micro.position_ids[None],
+                use_cache=False,
+                segments=micro.segments,
+            ).last_hidden_state[0]
+        hidden = hidden[micro.source].to(torch.bfloat16 if bf16 else torch.float32)
+        logprobs, entropy = token_logprobs(
+            hidden, _head(model), micro.target, self.temperature, self.config.logit_chunk, self.config.entropy
+        )
+        shape = (micro.last_row - micro.first_row, width)
+        place = (micro.row, micro.column)
+        return logprobs.new_zeros(shape).index_put(place, logprobs), entropy.new_zeros(shape).index_put(place, entropy)
+
+    @torch.no_grad()
+    def score(self, batch: TrainBatch, reference: bool = False) -> torch.Tensor:
+        """Logprobs (B, S) of the batch's tokens under the present weights, or under the frozen reference; 0 outside the mask.
+
+        As proximal logprobs they let several optimizer steps be taken on one batch.
+        """
+        if reference and self.reference is None:
+            raise ValueError("there is no reference policy: call freeze_reference() before training")
+        model = self.reference if reference else self.model
+        width = batch.loss_mask.shape[1]
+        parts = [self.completion_logprobs(micro, width, model)[0] for micro in batch.micro_batches]
+        return torch.cat(parts) if parts else torch.zeros(batch.loss_mask.shape)
+
+    def freeze_reference(self) -> None:
+        """Keeps a frozen copy of the present weights as the reference policy."""
+        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+
+    # ---- training
+
+    def train_step(
+        self,
+        batch: TrainBatch,
+        loss_fn: LossFn,
+        proximal_logprobs: torch.Tensor | None = None,
+        reference_logprobs: torch.Tensor | None = None,
+    ) -> StepResult:
+        """One optimizer step on the batch. proximal_logprobs, reference_logprobs: (B, S) of `score`, when the loss uses them.
+
+        A batch without rows leaves weights and step as they are. Raises NonFiniteGradient as OptimizerConfig.nonfinite says;
+        the weights are then unchanged.
+        """
+        lr = self.optimizer_config.lr_at(self.step)
+        metrics = StepMetrics(
+            step=self.step,
+            loss=0.0,
+            grad_norm=0.0,
+            lr=lr,
+            skipped=False,
+            groups=batch.groups,
+            rows=len(batch.advantages),
+            merged_rows=batch.merged_rows,
+            packed_tokens=batch.packed_tokens,
+            completion_tokens=int(batch.loss_mask.sum()),
+            micro_batches=len(batch.micro_batches),
+        )
+        result = StepResult(metrics, torch.zeros(batch.loss_mask.shape), torch.zeros(batch.loss_mask.shape))
+        if not batch.micro_batches:
+            metrics.skipped = True
+            return result
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in batch.micro_batches:
+            rows = micro.rows
+            started = time.perf_counter()
+            logprobs, entropy = self.completion_logprobs(micro, batch.loss_mask.shape[1])
+            outcome = loss_fn(
+                LossInputs(
+                    rows=rows,
+                    logprobs=logprobs,
+                    behaviour_logprobs=batch.behaviour_logprobs[rows],
+                    proximal_logprobs=None if proximal_logprobs is None else proximal_logprobs[rows],
+                    reference_logprobs=None if reference_logprobs is None else reference_logprobs[rows],
+                    advantages=batch.advantages[rows],
+                    loss_mask=batch.loss_mask[rows],
+                    row_weights=batch.row_weights[rows],
+                )
+            )
+            middle = time.perf_counter()
+            outcome.loss.backward()
+            metrics.seconds_forward += middle - started
+            metrics.seconds_backward += time.perf_counter() - middle
+            metrics.loss += float(outcome.loss.detach())
+            result.logprobs[rows], result.entropy[rows] = logprobs.detach(), entropy
+            result.partials.append(outcome.stats)
+        started = time.perf_counter()
+        self._update(metrics)
+        metrics.seconds_optimizer = time.perf_counter() - started
+        return result
+
+    def _update(self, metrics: StepMetrics) -> None:
+        clip = self.optimizer_config.clip_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip if clip > 0 else float("inf"))
+        metrics.grad_norm = float(norm)
+        if not np.isfinite(metrics.grad_norm):
+            self._refuse(metrics)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = metrics.lr
+            self.optimizer.step()
+            self._skips_in_a_row = 0
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+
+    def _refuse(self, metrics: StepMetrics) -> None:
+        bad = [n for n, p in self.parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
+        self._skips_in_a_row += 1
+        limit = self.optimizer_config.max_skips if self.optimizer_config.nonfinite == "skip" else 0
+        if self._skips_in_a_row > limit:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradient(
+                f"step {self.step}: the gradient has norm {metrics.grad_norm} (loss {metrics.loss}); first of {len(bad)} "
+                f"parameters concerned: {', '.join(bad[:3])}. Usual causes: a learning rate too high, or NaN in the batch. "
+                f"Skipped before: {self.skipped_steps}"
+            )
+        metrics.skipped = True
+        self.skipped_steps += 1
+
+    # ---- weights out (the refit seam)
+
+    def manifest(self, dtype: str = "float32") -> WeightManifest:
+        """Names (as in a Hugging Face checkpoint, tied weights once), shapes and the wire dtype of every tensor."""
+        if dtype not in WIRE_DTYPES:
+            raise ValueError(f"weight dtype {dtype!r} is unknown; choose one of {', '.join(WIRE_DTYPES)}")
+        return WeightManifest.of({name: (dtype, tuple(p.shape)) for name, p in self.parameters.items()})
+
+    @torch.no_grad()
+    def write_weights(self, buffers: Mapping[str, np.ndarray]) -> None:
+        """Copies every parameter into its buffer: float32, or uint16 for bfloat16. Raises KeyError for a missing one."""
+        for name, parameter in self.parameters.items():
+            as_torch(buffers[name]).copy_(parameter)
+
+    # ---- checkpoint
+
+    def save(self, directory: Path) -> None:
+        """Writes a Hugging Face directory with the trainer's state beside it; whole or not at all (see checkpoint.py)."""
+        checkpoint.save(self, directory)
+
+    def load(self, directory: Path) -> None:
+        """Restores weights, optimizer, counters and random state. Raises CheckpointError; nothing is changed then."""
+        checkpoint.load(self, directory)
+
+
+def _prepared(model: PreTrainedModel) -> PreTrainedModel:
+    """Checks the two seams that packing relies on: the attention can be replaced, and logits are one linear map."""
+    capped = [n for n in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(model.config, n, None)]
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if capped or kinds != {"full_attention"}:
+        raise ModelSourceError(
+            f"{type(model).__name__} cannot be trained on packed rows: "
+            + (f"its logits pass through {', '.join(capped)}" if capped else f"it has layers of kind {sorted(kinds)}")
+        )
+    model.set_attn_implementation(ATTENTION)
+    model.requires_grad_(True)
+    _head(model)
+    return model.eval()  # no dropout: the logprobs of a token must be a function of the weights
+
+
+def _head(model: PreTrainedModel) -> torch.Tensor:
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ModelSourceError(f"{type(model).__name__}: its output head is {head}, expected a linear map without bias")
+    return head.weight
