@@ -190,6 +190,12 @@ class ControlPage:
     def holder(self, block: int) -> int:
         return self._words[(1 + block) * WORDS + _HOLDER]
 
+    def is_free(self, block: int) -> bool:
+        """Asked by the producer. Takes back what only a dead process's views kept: only its holder ends DRAINING."""
+        if self.state(block) is State.DRAINING and not self.holder_alive(block):
+            self.set_state(block, State.FREE)
+        return self.state(block) is State.FREE
+
     def age_s(self, block: int) -> float:
         """Seconds since the block's last change of state."""
         return (time.monotonic_ns() - self._words[(1 + block) * WORDS + _CHANGED_NS]) / 1e9

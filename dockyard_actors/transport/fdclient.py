@@ -213,7 +213,7 @@ class FdClient:
                 payload, ancillary, _, _ = connection.recvmsg(MAX_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
             except TimeoutError:
                 raise FdServerTimeout(f"{what}: no answer within {self.call_s:.3g} s") from None
-            except (ConnectionError, FileNotFoundError) as error:
+            except (ConnectionError, FileNotFoundError, PermissionError) as error:
                 raise FdServerGone(f"{what}: {error}") from error
         fds = array.array("i")
         for level, kind, data in ancillary:

@@ -164,7 +164,7 @@ class FdServer:
         )
         self._listener.bind(self.path)
         self._listener.listen(128)
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._listen()
         self._here = (self.path, os.getpid(), threading.get_ident())
         SERVED_HERE[self._here] = self.handle
 
@@ -195,12 +195,22 @@ class FdServer:
         return [arena.info() for arena in self._arenas.values()]
 
     # -- connections
+    def _listen(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
     def _accept(self) -> None:
         assert self._listener is not None
         try:
             connection, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return  # the peer went away between the wake-up and the accept
+        except OSError as error:
+            # Out of descriptors, most likely. The listener stays readable, so look away for a while instead of spinning.
+            log.error("fd server: cannot accept: %s; again in %.3g s", error, self._config.sweep_s)
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(self._config.sweep_s, self._listen)
+            return
         connection.setblocking(False)
         expiry = self._loop.call_later(self._config.request_s, self._hang_up, connection)
         self._connections[connection] = expiry
@@ -221,8 +231,8 @@ class FdServer:
                 reply, fds = self._answer(payload, pid, uid)
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 connection.sendmsg([_encode(reply)], ancillary)
-        except (BlockingIOError, ConnectionError) as error:
-            log.warning("fd server: a peer left before its reply: %r", error)
+        except OSError as error:  # the client notices: it gets no reply
+            log.warning("fd server: a request went unanswered: %r", error)
         finally:
             self._hang_up(connection)
 
@@ -291,7 +301,7 @@ class FdServer:
         if limit is not None and held + request.data_bytes > limit:
             return Refused(
                 f"{request.data_bytes} bytes for {request.name} on top of {held} exceed the limit of {limit}: lower "
-                "data_plane.arena_bytes or raise data_plane.max_bytes"
+                "data_plane.blocks or raise the fd server's max_bytes"
             ), []
         try:
             self._watch(pid)

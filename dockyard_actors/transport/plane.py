@@ -18,6 +18,7 @@ import numpy as np
 
 from dockyard_actors.transport.blocks import Backpressure, Block, Fields
 from dockyard_actors.transport.tensors import (
+    ALIGNMENT,
     DTYPES,
     ArenaFull,
     BlockTooLarge,
@@ -82,7 +83,8 @@ class PlaneStats:
 
 @runtime_checkable
 class DataPlane(Protocol):
-    """What roles see. All calls but `alloc` and `put` return at once; all but these two may be used from any thread."""
+    """What roles see. `alloc` and `put` belong to one event loop; all else may be used from any thread and returns at once
+    (the first use of an arena asks the node agent for it: microseconds, or an error after the client's `call_s`)."""
 
     def try_alloc(self, fields: FieldShapes) -> Block | None:
         """A block with room for the fields, or None when all are in use. `BlockTooLarge` when they never fit."""
@@ -141,7 +143,9 @@ class LocalPlane(Backpressure):
                 return None
             generation = self._states[index][0] + 1
             self._states[index] = (generation, "writing")
-        memory = np.empty(nbytes, np.uint8)
+        padded = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -padded.ctypes.data % ALIGNMENT
+        memory = padded[start : start + nbytes]
 
         def seal(block: Block) -> TensorRef:
             digest = checksum(memory)
@@ -218,4 +222,6 @@ class LocalPlane(Backpressure):
 
     def _why_full(self) -> str:
         now = self.stats()
-        return f"{now.blocks} blocks: {now.ready} ready, {now.writing} writing; raise data_plane.arena_bytes or take faster"
+        return (
+            f"{now.blocks} blocks: {now.ready} ready, {now.writing} writing; consume faster or raise data_plane.blocks"
+        )

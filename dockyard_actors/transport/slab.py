@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 class SlabConfig:
     """Sizes in bytes, times in seconds."""
 
-    arena_bytes: int = 256 << 20  # of one producer
-    block_bytes: int = 4 << 20  # of one group of responses; rounded up to whole pages
+    blocks: int = 256  # of one producer
+    block_bytes: int = 256 << 10  # for one group of responses; rounded up to whole pages
     checksum: bool = True  # xxh3 over each sealed block, about the price of reading it once
     recheck_s: float = 0.25  # how long a wait for a block trusts the bell alone
     lock_wait_s: float = FdConfig.lock_wait_s
@@ -67,11 +67,6 @@ class SlabPlane(Backpressure):
         self._client = FdClient(fd_path, self._config.call_s)
         self._host_id = self._config.host_id or host_id()
         self._block_bytes = aligned(self._config.block_bytes, mmap.PAGESIZE)
-        if self._config.arena_bytes < self._block_bytes:
-            raise ValueError(
-                f"data_plane.arena_bytes {self._config.arena_bytes} is smaller than one data_plane.block_bytes "
-                f"{self._block_bytes}"
-            )
         self._recheck_s = self._config.recheck_s
         self._attachments = Attachments(self._config.lock_wait_s, self._config.call_s)
         self._own: _OwnArena | None = None
@@ -195,7 +190,7 @@ class SlabPlane(Backpressure):
         held_by = f" (draining: views still alive in process {', '.join(map(str, drainers))})" if drainers else ""
         return (
             f"{page.blocks} blocks of arena {self._arena().name}: {', '.join(busy)}{held_by}, oldest ready {oldest:.3g} s; "
-            "consume faster or raise data_plane.arena_bytes"
+            "consume faster or raise data_plane.blocks"
         )
 
 
@@ -204,7 +199,7 @@ class _OwnArena:
 
     def __init__(self, client: FdClient, owner: str, config: SlabConfig, block_bytes: int) -> None:
         self.name = f"{owner}:{os.getpid()}:{secrets.token_hex(4)}"
-        size = config.arena_bytes // block_bytes * block_bytes
+        size = config.blocks * block_bytes
         self.fds: ArenaFds = client.create_arena(self.name, size, block_bytes, owner=owner)
         try:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -222,18 +217,11 @@ class _OwnArena:
         """A free block, now WRITING, and its generation; None when all are in use."""
         with self._lock:
             if not self._free:
-                self._free.extend(block for block in range(self.page.blocks) if self._is_free(block))
+                self._free.extend(block for block in range(self.page.blocks) if self.page.is_free(block))
             if not self._free:
                 return None
             block = self._free.pop()  # the one freed last: its pages are the warmest
             return block, self.page.begin(block)
-
-    def _is_free(self, block: int) -> bool:
-        state = self.page.state(block)
-        if state is State.DRAINING and not self.page.holder_alive(block):
-            self.page.set_state(block, State.FREE)  # its views died with the process that held them
-            return True
-        return state is State.FREE
 
     def give_back(self, block: int) -> None:
         """Of a block that was not sealed."""

@@ -143,7 +143,10 @@ class WeightPublisher:
         return WeightRef(self.arena, slot, generation, version, checksums, self._host_id, self._client.path)
 
     def release(self, version: int) -> bool:
-        """Every engine is done with `version`: its slot may be overwritten. False when it is not held (any more)."""
+        """Every engine is done with `version`: its slot may be overwritten. False when it is not held (any more).
+
+        Views are the engines' acknowledgements' business: this looks at none, not even at those of this process.
+        """
         for slot in range(SLOTS):
             if self._page.tag(slot) == version:
                 return self._page.let_go(slot, self._page.generation(slot), State.FREE)
@@ -174,7 +177,7 @@ class WeightPublisher:
 
     def _free_slot(self, version: int) -> int:
         for slot in range(SLOTS):
-            if self._page.state(slot) is State.FREE:
+            if self._page.is_free(slot):
                 return slot
         held = ", ".join(
             f"{self._page.tag(slot)} ({self._page.state(slot).name.lower()} for {self._page.age_s(slot):.3g} s)"
@@ -210,7 +213,7 @@ class WeightReader:
         self._manifests = {ref.arena: manifest}  # an engine follows one arena at a time
         return manifest
 
-    def open(self, ref: WeightRef, verify: bool = False) -> Fields:
+    def open(self, ref: WeightRef, *, verify: bool = False) -> Fields:
         """Read-only arrays by entry name (bfloat16 as uint16) on the shared slot. Copy, or be done with them before
         acknowledging the version; `check()` on the result says whether the slot still holds it."""
         manifest = self.manifest(ref)
