@@ -31,8 +31,12 @@ def parse_arguments(argv: list[str]) -> ExecutorConfig:
     parser.add_argument("--host", help="address for --port (default 127.0.0.1; API_HOST); others need API_TOKEN")
     parser.add_argument("--workers", type=int, help="programs run at the same time (default 2; WORKERS)")
     parser.add_argument("--queue-limit", type=int, help="tasks that may wait (QUEUE_LIMIT)")
-    parser.add_argument("--drain", type=float, dest="drain_s", help="seconds for accepted tasks on SIGTERM (DRAIN_SECONDS)")
-    parser.add_argument("--allow-weak", action="store_true", help="run even where the host cannot isolate; every result says `weak`")
+    parser.add_argument(
+        "--drain", type=float, dest="drain_s", help="seconds for accepted tasks on SIGTERM (DRAIN_SECONDS)"
+    )
+    parser.add_argument(
+        "--allow-weak", action="store_true", help="run even where the host cannot isolate; every result says `weak`"
+    )
     parser.add_argument("--parent-pid", type=int, help="end when this parent process ends")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="LOG_LEVEL")
     arguments = vars(parser.parse_args(argv))
@@ -97,7 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dockyard_executor: {error}", file=sys.stderr)
         return EXIT_CONFIG
     os.environ.pop("API_TOKEN", None)
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     try:
         if config.parent_pid:

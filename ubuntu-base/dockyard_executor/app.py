@@ -87,7 +87,11 @@ def parse_request(body: bytes, config: ExecutorConfig) -> Request:
     if not 0 < len(data["request_id"]) <= 256:
         raise BadRequest("request_id must have 1 to 256 characters")
     timeout = data.get("timeout")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= config.limits.max_timeout_s:
+    if (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, (int, float))
+        or not 0 < timeout <= config.limits.max_timeout_s
+    ):
         raise BadRequest(f"timeout must be a number of seconds above 0 and at most {config.limits.max_timeout_s:g}")
     tests = [*_tests(data, "tests", hidden=False), *_tests(data, "hidden_tests", hidden=True)]
     if not tests:
@@ -146,7 +150,9 @@ async def _submit(request: web.Request) -> web.Response:
 def _task(request: web.Request) -> Task:
     task = request.app[SERVICE].find(request.match_info["id"])
     if task is None:
-        raise web.HTTPNotFound(text=f"no task {request.match_info['id']!r}: unknown, or its result is older than it is kept")
+        raise web.HTTPNotFound(
+            text=f"no task {request.match_info['id']!r}: unknown, or its result is older than it is kept"
+        )
     return task
 
 

@@ -69,7 +69,9 @@ class ExecutorConfig:
         if self.limits.memory_bytes < 16 * MIB:
             raise ConfigError(f"memory_bytes is {self.limits.memory_bytes}: a Python program needs at least {16 * MIB}")
         if self.socket is None and self.token is None and not is_loopback(self.host):
-            raise ConfigError(f"host is {self.host!r} without a token: set API_TOKEN or API_TOKEN_FILE, or bind to 127.0.0.1")
+            raise ConfigError(
+                f"host is {self.host!r} without a token: set API_TOKEN or API_TOKEN_FILE, or bind to 127.0.0.1"
+            )
 
     @property
     def address(self) -> str:

@@ -26,7 +26,16 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE, _IOCTL_DEV = 1, 2, 4, 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # What a program may open for reading besides the standard library: shared libraries of extension modules, time zones.
-READABLE = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/urandom", "/dev/zero")
+READABLE = (
+    "/usr/lib",
+    "/usr/lib64",
+    "/lib",
+    "/lib64",
+    "/etc/ld.so.cache",
+    "/usr/share/zoneinfo",
+    "/dev/urandom",
+    "/dev/zero",
+)
 WRITABLE = ("/dev/null",)
 
 REMEDY = {
@@ -71,7 +80,10 @@ def landlock_ruleset(readable: list[str | int], writable: list[str]) -> int:
         _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)),
         "landlock_create_ruleset",
     )
-    for entries, access in ((readable, _EXECUTE | _READ_FILE | _READ_DIR), (writable, _READ_FILE | _WRITE_FILE | _TRUNCATE)):
+    for entries, access in (
+        (readable, _EXECUTE | _READ_FILE | _READ_DIR),
+        (writable, _READ_FILE | _WRITE_FILE | _TRUNCATE),
+    ):
         for entry in entries:
             _allow(ruleset, entry, access & handled)
     return ruleset
@@ -130,7 +142,7 @@ def _install_seccomp(pid: int) -> None:
     buffer = ctypes.create_string_buffer(program, len(program))
 
     class SockFprog(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]  # noqa: RUF012
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
     prog = SockFprog(len(program) // 8, ctypes.addressof(buffer))
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(prog), 0, 0), "prctl(PR_SET_SECCOMP)")

@@ -91,7 +91,9 @@ def shadowed_names(program: str, tests: list[str]) -> frozenset[str]:
         for match in _ANY_NAME.finditer(text):
             before = text[max(0, match.start() - 12) : match.start()].rstrip()
             after = text[match.end() : match.end() + 4].lstrip()
-            if before.endswith(("def", "class", "import", "as", "for", ",")) or (after[:1] in ("=", ",", ":") and after[:2] != "=="):
+            if before.endswith(("def", "class", "import", "as", "for", ",")) or (
+                after[:1] in ("=", ",", ":") and after[:2] != "=="
+            ):
                 found.add(match[0])
     return frozenset(found)
 
@@ -152,7 +154,9 @@ class _Lifter:
         lifted = self._children(node, "args", node.args)
         if lifted is None:
             return None
-        if lifted[1] and (name not in _ON_VALUES or not all(_constant(argument) or name != "round" for argument in node.args[1:])):
+        if lifted[1] and (
+            name not in _ON_VALUES or not all(_constant(argument) or name != "round" for argument in node.args[1:])
+        ):
             del self._leaves[mark:]
             return self._leaf(node)
         return lifted
@@ -182,7 +186,9 @@ def _starred(items: list[ast.expr]) -> bool:
 
 
 def _has_comparison(node: ast.AST) -> bool:
-    return any(isinstance(child, (ast.Compare, ast.BoolOp, ast.NamedExpr, ast.Await, ast.IfExp)) for child in ast.walk(node))
+    return any(
+        isinstance(child, (ast.Compare, ast.BoolOp, ast.NamedExpr, ast.Await, ast.IfExp)) for child in ast.walk(node)
+    )
 
 
 def _constant(node: ast.expr) -> bool:
@@ -193,7 +199,10 @@ def _constant(node: ast.expr) -> bool:
     for child in nodes:
         if isinstance(child, ast.Constant) and isinstance(child.value, int) and abs(child.value) > 10**9:
             return False
-        if not isinstance(child, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context, ast.List, ast.Tuple)):
+        if not isinstance(
+            child,
+            (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context, ast.List, ast.Tuple),
+        ):
             return False
     powers = sum(isinstance(child, (ast.Pow, ast.LShift, ast.Mult)) for child in nodes)
     return powers <= 1 and not _large_growth(node)
@@ -215,7 +224,10 @@ def _comparable(node: ast.Compare, index: int) -> bool:
     operator = node.ops[index]
     if isinstance(operator, (ast.Is, ast.IsNot)):
         left = node.left if index == 0 else node.comparators[index - 1]
-        return any(isinstance(side, ast.Constant) and (side.value is None or isinstance(side.value, bool)) for side in (left, node.comparators[index]))
+        return any(
+            isinstance(side, ast.Constant) and (side.value is None or isinstance(side.value, bool))
+            for side in (left, node.comparators[index])
+        )
     return isinstance(operator, _COMPARISONS)
 
 

@@ -59,7 +59,7 @@ def run(commands: int, events: int, value_bytes: int) -> NoReturn:
     """Runs the program that arrives on `commands` and reports on `events`. Never returns."""
     # Everything used later is bound here, before the program can rebind it where it came from.
     read, write, exit_now, getpid = os.read, os.write, os._exit, os.getpid
-    dumps, loads, mac, encode, frame = json.dumps, json.loads, blake2b, values.encode, read_frame
+    dumps, loads, mac, encode, frame = values.to_json, json.JSONDecoder().decode, blake2b, values.encode, read_frame
     not_plain, describe_error, assertion = values.NotPlain, describe, AssertionError
     compile_source, execute, evaluate, exact_type, assert_type = compile, exec, eval, type, isinstance
     setrlimit, address_space = resource.setrlimit, resource.RLIMIT_AS
@@ -100,7 +100,7 @@ def run(commands: int, events: int, value_bytes: int) -> NoReturn:
         no_trace(None)
         no_profile(None)
         send(LOADED)
-        delivery = loads(frame(commands, read))
+        delivery = loads(frame(commands, read).decode())
         key = bytes.fromhex(delivery["key"])
     except base_exception:
         give_up()
@@ -113,7 +113,7 @@ def run(commands: int, events: int, value_bytes: int) -> NoReturn:
             exit_now(EXIT_BROKEN)  # a copy of this process never speaks
         event["n"] = sequence
         sequence += 1
-        body = dumps(event, ensure_ascii=True).encode()
+        body = dumps(event).encode()
         previous = mac(previous + body, key=key, digest_size=16).hexdigest().encode()
         send(previous + b" " + body + b"\n")
 

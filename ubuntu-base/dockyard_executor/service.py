@@ -106,13 +106,17 @@ class Service:
             if first.isolated:
                 await self._prove(first)
             elif not self.config.allow_weak:
-                raise CannotIsolate(f"this host cannot isolate programs. {first.remedy}. Or start with --allow-weak: every result then says so.")
+                raise CannotIsolate(
+                    f"this host cannot isolate programs. {first.remedy}. Or start with --allow-weak: every result then says so."
+                )
             else:
                 log.warning("isolation is WEAK (%s): programs can reach this host", first.remedy)
         except BaseException:
             await asyncio.gather(*(worker.close(self.config.worker_grace_s) for worker in self.workers))
             raise
-        self._loops = [asyncio.create_task(self._serve(worker), name=f"worker-{worker.slot}") for worker in self.workers]
+        self._loops = [
+            asyncio.create_task(self._serve(worker), name=f"worker-{worker.slot}") for worker in self.workers
+        ]
 
     async def _prove(self, worker: Worker) -> None:
         """Runs forbidden acts through the ordinary path; each must be refused."""
@@ -126,7 +130,9 @@ class Service:
         guard = "try:\n    {act}\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError('not refused')"
         tests = tuple(Test(name, guard.format(act=act), hidden=False) for name, act in acts.items())
         outcome = await Grading(Request("probe", "", tests, self.config.worker_start_s), self.config).grade(worker)
-        failed = [f"{t['name']}: {t['outcome']} {t['message']}".rstrip() for t in outcome["tests"] if t["outcome"] != "passed"]
+        failed = [
+            f"{t['name']}: {t['outcome']} {t['message']}".rstrip() for t in outcome["tests"] if t["outcome"] != "passed"
+        ]
         if failed or not outcome["resolved"]:
             error = f"{outcome['error']} {outcome['stderr']}".strip()
             raise CannotIsolate(f"the isolation of this host does not hold: {'; '.join([*failed, error])}")
@@ -150,9 +156,13 @@ class Service:
         self._forget_old()
         known = self._by_request.get(request.request_id)
         digest = request.digest
-        if known is not None and not (known.result is not None and (known.result["state"] == "infra" or known.cancelled)):
+        if known is not None and not (
+            known.result is not None and (known.result["state"] == "infra" or known.cancelled)
+        ):
             if known.digest != digest:
-                raise DifferentRequest(f"request_id {request.request_id!r} was used before for another program, tests or timeout")
+                raise DifferentRequest(
+                    f"request_id {request.request_id!r} was used before for another program, tests or timeout"
+                )
             return known
         if self._draining:
             raise Draining
@@ -188,7 +198,7 @@ class Service:
             while not worker.alive:
                 try:
                     await worker.start()
-                except WorkerDied as error:
+                except (WorkerDied, OSError) as error:  # OSError: out of processes or descriptors for the moment
                     log.error("%s; trying again in %g s", error, self.config.worker_backoff_s)
                     await asyncio.sleep(self.config.worker_backoff_s)
             async with self._wake:
@@ -201,6 +211,9 @@ class Service:
                 self.counts["workers_lost"] += 1
                 log.warning("%s; it is replaced", error)
                 result = self._infra(task, str(error))
+            except Exception as error:  # a fault of ours must not end the worker's loop nor count against the program
+                log.exception("task %s could not be judged", task.task_id)
+                result = self._infra(task, f"the executor failed to judge: {type(error).__name__}: {error}")
             finally:
                 task.worker = None
             self._finish(task, result)
@@ -217,12 +230,20 @@ class Service:
         self._finished.append(task)
         self.counts[f"state_{result['state']}"] += 1
         if log.isEnabledFor(logging.DEBUG):
-            line = {k: result[k] for k in ("state", "passed", "total", "resolved", "error", "execution_time", "evidence_hash")}
-            log.debug("%s", json.dumps({"task": task.task_id, "request": task.request.request_id, "status": task.status, **line}))
+            line = {
+                k: result[k]
+                for k in ("state", "passed", "total", "resolved", "error", "execution_time", "evidence_hash")
+            }
+            log.debug(
+                "%s",
+                json.dumps({"task": task.task_id, "request": task.request.request_id, "status": task.status, **line}),
+            )
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - self.config.task_max_age_s
-        while self._finished and (self._finished[0].finished_at < oldest or len(self._finished) > self.config.keep_results):
+        while self._finished and (
+            self._finished[0].finished_at < oldest or len(self._finished) > self.config.keep_results
+        ):
             task = self._finished.popleft()
             self._tasks.pop(task.task_id, None)
             if self._by_request.get(task.request.request_id) is task:
@@ -249,16 +270,31 @@ class Grading:
             for index in reading.opaque:
                 self._plans[index] = judge.Inside(tests[index].source)
             reading = await self._run(worker, self._plans)
-        inside = [i for i, plan in enumerate(self._plans) if isinstance(plan, judge.Inside) and reading.outcomes[i].outcome == "passed"]
+        inside = [
+            i
+            for i, plan in enumerate(self._plans)
+            if isinstance(plan, judge.Inside) and reading.outcomes[i].outcome == "passed"
+        ]
         twins = {i: source for i in inside if (source := judge.twin(tests[i].source)) is not None}
         if twins and reading.state == "ok" and not (task and task.cancelled):
             plans = [judge.Inside(twins[i]) if i in twins else plan for i, plan in enumerate(self._plans)]
             reading = verdict.apply_twin(reading, await self._run(worker, plans), tests, list(twins))
         seconds = time.monotonic() - started
-        return verdict.result(reading, tests, self._runs, worker.level, self._request.program, len(twins), len(inside) - len(twins), seconds)
+        return verdict.result(
+            reading,
+            tests,
+            self._runs,
+            worker.level,
+            self._request.program,
+            len(twins),
+            len(inside) - len(twins),
+            seconds,
+        )
 
     async def _run(self, worker: Worker, plans: list[judge.Plan]) -> Reading:
-        delivered = [{"leaves": p.leaves} if isinstance(p, judge.Outside) else {"statement": p.statement} for p in plans]
+        delivered = [
+            {"leaves": p.leaves} if isinstance(p, judge.Outside) else {"statement": p.statement} for p in plans
+        ]
         run = await worker.run(self._program, delivered, self._request.timeout_s)
         self._runs.append(run)
         return verdict.read(run, self._request.tests, plans, self._config.limits)

@@ -133,6 +133,7 @@ _CLONE_THREAD = 0x00010000
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1032)  # dup, descriptor and status flags; not owners, leases, signals, pipe sizes
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, close-on-exec
 _SIGKILL = 9
+_RLIMIT_AS = 9
 
 _LD, _JEQ, _JSET, _RET = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -181,6 +182,24 @@ def _signal(pid: int, signal_argument: int) -> list[bytes]:
     ]
 
 
+def _own_limits(pid: int) -> list[bytes]:
+    """Allow reading the program's own limits, and setting only that of memory (the runner needs it): a program that
+    lowers its CPU limit could otherwise die by a SIGKILL that looks like the host's."""
+    return [
+        _low(0),
+        _instruction(_JEQ, 0, 1, 0),
+        _instruction(_JEQ, pid, 0, 6),
+        _low(1),
+        _instruction(_JEQ, _RLIMIT_AS, 5, 0),
+        _low(2),
+        _instruction(_JEQ, 0, 0, 2),
+        _high(2),
+        _instruction(_JEQ, 0, 1, 0),  # no new value: reading
+        _ret_eperm,
+        _ret_allow,
+    ]
+
+
 def program_filter(pid: int) -> bytes:
     """The BPF program for a task whose process id is `pid`. Raises OSError on an unknown processor."""
     machine = platform.machine()
@@ -202,7 +221,7 @@ def program_filter(pid: int) -> bytes:
         (number["clone3"], [_ret_enosys]),  # its flags lie in memory; the C library falls back to clone
         (number["kill"], _signal(pid, 1)),
         (number["tgkill"], _signal(pid, 2)),
-        (number["prlimit64"], _one_of(0, (0, pid))),
+        (number["prlimit64"], _own_limits(pid)),
         (number["fcntl"], _one_of(1, _FCNTL)),
         (number["ioctl"], _one_of(1, _IOCTL)),
         # no destination address: only connected pairs can be written to
@@ -211,14 +230,14 @@ def program_filter(pid: int) -> bytes:
             [_low(4), _instruction(_JEQ, 0, 0, 3), _high(4), _instruction(_JEQ, 0, 0, 1), _ret_allow, _ret_eperm],
         ),
     ]
-    numbers = [row[column] for row in ALLOWED if row[column] is not None]
+    numbers = [n for _, x86_64, aarch64 in ALLOWED if (n := (x86_64, aarch64)[column - 1]) is not None]
     steps = [
         _instruction(_LD, _ARCH),
         _instruction(_JEQ, arch, 1, 0),
         _instruction(_RET, _KILL),
         _instruction(_LD, _NR),
     ]
-    steps += [_instruction(_JEQ, n, len(numbers) - index, 0) for index, n in enumerate(numbers) if n is not None]
+    steps += [_instruction(_JEQ, n, len(numbers) - index, 0) for index, n in enumerate(numbers)]
     steps.append(_instruction(0x05, 1))  # over the allow
     steps.append(_ret_allow)
     for n, body in checks:

@@ -16,14 +16,29 @@ _SMALL_INT = 1 << 53
 _DICTIONARIES = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
 
 
+def _refuse(value: object) -> object:
+    raise TypeError("not JSON")
+
+
+# The C encoder made ahead: json.dumps looks up isinstance and itself at each call, where a program may have put others.
+_c_encode = json.encoder.c_make_encoder(
+    None, _refuse, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
+)  # type: ignore[attr-defined]
+
+
 class NotPlain(Exception):
     """The value has a part of another type, nests too deeply, or is too large; says which."""
+
+
+def to_json(value: object) -> str:
+    """Compact ASCII JSON of dicts, lists, strings, numbers; independent of built-ins and of `json`'s globals."""
+    return "".join(_c_encode(value, 0))
 
 
 def encode(value: object, max_bytes: int) -> str:
     """Text for `decode`. Raises NotPlain. Calls no method of a foreign type."""
     budget = [max_bytes]
-    text = json.dumps(_pack(value, 0, budget), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = to_json(_pack(value, 0, budget))
     if len(text) > max_bytes:
         raise NotPlain(f"a value of more than {max_bytes} bytes")
     return text
@@ -68,7 +83,7 @@ def _pack(value: Any, depth: int, budget: list[int]) -> Any:
     if kind in _DICTIONARIES:
         return {"d": [[_pack(k, depth + 1, budget), _pack(v, depth + 1, budget)] for k, v in dict.items(value)]}
     if kind is range:
-        if value.__len__() > MAX_RANGE:
+        if abs(value.stop - value.start) // abs(value.step) >= MAX_RANGE:  # len() cannot count beyond 2**63
             raise NotPlain("a range that is too long")
         return {"r": [_pack(n, depth + 1, budget) for n in (value.start, value.stop, value.step)]}
     raise NotPlain(f"a value of type {type.__dict__['__name__'].__get__(kind)}")

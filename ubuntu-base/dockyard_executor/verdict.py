@@ -93,7 +93,11 @@ def parse_events(raw: bytes, key: bytes) -> tuple[list[dict[str, Any]], str]:
 def read(run: Run, tests: Sequence[Test], plans: Sequence[judge.Plan], limits: Limits) -> Reading:
     """The run as claims checked against its exit; `plans` says how each test was delivered."""
     if run.ended in ("setup", "cancelled"):
-        reason = "the task was cancelled" if run.ended == "cancelled" else f"the sandbox could not be set up: {_text(run.stderr)}"
+        reason = (
+            "the task was cancelled"
+            if run.ended == "cancelled"
+            else f"the sandbox could not be set up: {_text(run.stderr)}"
+        )
         return Reading("infra", reason, (Outcome("not_run"),) * len(tests))
     events, fault = parse_events(run.events, run.key)
     load_error = ""
@@ -107,7 +111,13 @@ def read(run: Run, tests: Sequence[Test], plans: Sequence[judge.Plan], limits: L
             memory_at_load = event.get("t") == "MemoryError"
             if load_error and memory_at_load:
                 load_error = f"{_memory(limits)} while it was loaded"
-        elif position and kind == "test" and not complete and event.get("i") == len(outcomes) < len(tests) and not load_error:
+        elif (
+            position
+            and kind == "test"
+            and not complete
+            and event.get("i") == len(outcomes) < len(tests)
+            and not load_error
+        ):
             try:
                 outcomes.append(_outcome(event, plans[len(outcomes)]))
             except (ValueError, TypeError, KeyError):
@@ -124,7 +134,11 @@ def read(run: Run, tests: Sequence[Test], plans: Sequence[judge.Plan], limits: L
     state, error = _state(run, fault, complete, changed, where, limits)
     if state == "ok" and not error:
         if load_error:
-            error = load_error if load_error.startswith("memory limit") else f"the program could not be loaded: {load_error}"
+            error = (
+                load_error
+                if load_error.startswith("memory limit")
+                else f"the program could not be loaded: {load_error}"
+            )
         elif any(outcome.memory for outcome in outcomes):
             error = _memory(limits)
     outcomes += [Outcome("not_run")] * (len(tests) - len(outcomes))
@@ -198,18 +212,36 @@ def apply_twin(reading: Reading, twin: Reading, tests: Sequence[Test], twinned: 
     passed = [tests[i].name for i in twinned if twin.outcomes[i].outcome == "passed"]
     if passed:
         names = ", ".join(passed[:5])
-        return replace(reading, state="integrity_failure", error=f"passes although it must fail: {names} (forged, equal to everything, or not repeatable)")
+        return replace(
+            reading,
+            state="integrity_failure",
+            error=f"passes although it must fail: {names} (forged, equal to everything, or not repeatable)",
+        )
     missing = [tests[i].name for i in twinned if twin.outcomes[i].outcome == "not_run"]
     if missing:
-        return replace(reading, state="untrusted", error=f"the must-fail twin did not reach {missing[0]}: {twin.error or 'unknown cause'}")
+        return replace(
+            reading,
+            state="untrusted",
+            error=f"the must-fail twin did not reach {missing[0]}: {twin.error or 'unknown cause'}",
+        )
     return reading
 
 
 def result(
-    reading: Reading, tests: Sequence[Test], runs: Sequence[Run], isolation: str, program: str, twin_checked: int, twin_skipped: int, seconds: float
+    reading: Reading,
+    tests: Sequence[Test],
+    runs: Sequence[Run],
+    isolation: str,
+    program: str,
+    twin_checked: int,
+    twin_skipped: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """The verdict as the API gives it."""
-    outcomes = [replace(o, outcome="error", message=f"not judged: {o.message}") if o.outcome == OPAQUE else o for o in reading.outcomes]
+    outcomes = [
+        replace(o, outcome="error", message=f"not judged: {o.message}") if o.outcome == OPAQUE else o
+        for o in reading.outcomes
+    ]
     passed = sum(outcome.outcome == "passed" for outcome in outcomes)
     last = runs[0] if runs else None
     return {
@@ -235,7 +267,10 @@ def result(
 def evidence_hash(program: str, tests: Sequence[Test], runs: Sequence[Run]) -> str:
     """SHA-256 over the program, the tests and every run's event log and exit."""
     digest = hashlib.sha256()
-    for part in (program.encode("utf-8", "surrogatepass"), *(f"{t.hidden}{t.source}".encode("utf-8", "surrogatepass") for t in tests)):
+    for part in (
+        program.encode("utf-8", "surrogatepass"),
+        *(f"{t.hidden}{t.source}".encode("utf-8", "surrogatepass") for t in tests),
+    ):
         digest.update(hashlib.sha256(part).digest())
     for run in runs:
         digest.update(hashlib.sha256(run.events).digest())

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +24,14 @@ from dockyard_executor.verdict import Run
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from dockyard_executor.zygote import main; main(sys.argv[2:])"
 # All that a program can see of an environment. One malloc arena: others reserve address space by the 64 MiB.
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/", "LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"}
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/",
+    "LC_ALL": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "MALLOC_ARENA_MAX": "1",
+}
 
 
 class WorkerDied(RuntimeError):
@@ -64,7 +72,19 @@ class Worker:
         with its_control, its_tests:
             numbers = (its_control.fileno(), its_tests.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, package_directory, *map(str, numbers), json.dumps(settings)],
+                [
+                    sys.executable,
+                    "-s",
+                    "-S",
+                    "-P",
+                    "-X",
+                    "utf8",
+                    "-c",
+                    _BOOT,
+                    package_directory,
+                    *map(str, numbers),
+                    json.dumps(settings),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=_ENVIRONMENT,
@@ -79,7 +99,7 @@ class Worker:
             raise WorkerDied(f"fork server {self.slot} did not start: {type(error).__name__}") from error
         self.level, self.isolated, self.remedy = hello["level"], hello["isolated"], hello["remedy"]
 
-    async def run(self, program: bytes, tests: list[dict[str, object]], timeout_s: float) -> Run:
+    async def run(self, program: bytes, tests: Sequence[Mapping[str, object]], timeout_s: float) -> Run:
         """One process: the program, then the tests as delivered. Raises WorkerDied."""
         if self._control is None or self._secrets is None:
             raise WorkerDied(f"fork server {self.slot} is not running")
@@ -87,14 +107,16 @@ class Worker:
         started = time.monotonic()
         try:
             self._control.writelines((*_frame(json.dumps({"timeout": timeout_s}).encode()), *_frame(program)))
-            self._secrets.writelines(_frame(json.dumps({"key": key.hex(), "tests": tests}).encode()))
+            self._secrets.writelines(_frame(json.dumps({"key": key.hex(), "tests": list(tests)}).encode()))
             async with asyncio.timeout(timeout_s + self.config.worker_grace_s):
                 report = json.loads(await self._receive())
                 events, out, err = [await self._receive() for _ in range(3)]
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             waited = time.monotonic() - started
             await self.kill()
-            raise WorkerDied(f"fork server {self.slot} was lost after {waited:.1f} s of a run ({type(error).__name__})") from error
+            raise WorkerDied(
+                f"fork server {self.slot} was lost after {waited:.1f} s of a run ({type(error).__name__})"
+            ) from error
         return Run(
             key=key,
             events=events,

@@ -20,11 +20,7 @@ import time
 from typing import Any, NoReturn
 
 # Loaded before forking, so that programs import them at no cost; others are read from disk.
-PRELOAD = (
-    "abc array asyncio bisect collections collections.abc contextlib copy dataclasses datetime decimal enum fractions functools heapq "
-    "io itertools json math numbers operator queue random re statistics string struct textwrap threading time traceback types typing "
-    "unicodedata uuid"
-).split()  # fmt: skip
+PRELOAD = ["abc", "array", "asyncio", "bisect", "collections", "collections.abc", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "numbers", "operator", "queue", "random", "re", "statistics", "string", "struct", "textwrap", "threading", "time", "traceback", "types", "typing", "unicodedata", "uuid"]  # fmt: skip
 READY = b"ready\n"  # the child's confinement is complete; nothing of the program has been read yet
 EXIT_SETUP = 96
 
@@ -42,7 +38,11 @@ class Server:
         parts = isolation.probe(settings["uid"])
         self._uid = settings["uid"] if parts.uid else None
         self._library = settings["library_fd"]
-        ruleset = isolation.landlock_ruleset([self._library, *isolation.READABLE], list(isolation.WRITABLE)) if parts.landlock else None
+        ruleset = (
+            isolation.landlock_ruleset([self._library, *isolation.READABLE], list(isolation.WRITABLE))
+            if parts.landlock
+            else None
+        )
         with open("/proc/self/statm") as statm:
             own_bytes = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self._confinement = isolation.Confinement(
@@ -145,7 +145,9 @@ class Server:
 class _Watch:
     """One child from its fork to its end: feeds its command pipe, reads its output within limits."""
 
-    def __init__(self, settings: dict[str, Any], pid: int, command_w: int, event_r: int, out_r: int, err_r: int) -> None:
+    def __init__(
+        self, settings: dict[str, Any], pid: int, command_w: int, event_r: int, out_r: int, err_r: int
+    ) -> None:
         self._settings = settings
         self._pidfd = os.pidfd_open(pid)
         self._command, self._event = command_w, event_r
