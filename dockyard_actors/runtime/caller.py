@@ -235,9 +235,11 @@ class Caller:
             except PeerDied as error:
                 last, after = error, entry.incarnation
                 log.info("%s: %s; asking the next incarnation", kind, error)
-            except (AskTimeout, MailboxFull):
+            except (AskTimeout, MailboxFull) as error:
                 if self.loop.time() >= deadline:
-                    raise
+                    raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from (
+                        last or error
+                    )
 
     async def _resolve(self, ref: Ref, deadline: float) -> Entry:
         """Asks the registry: this process's replica may be a moment behind."""

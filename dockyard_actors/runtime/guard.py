@@ -7,6 +7,7 @@ It knows nothing of what the work is.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+ENVIRONMENT = "DOCKYARD_PROCESS"  # where an agent tells its child who it is (JSON; see process.Bootstrap)
 _SIZE = 4096
 _LAYOUT = struct.Struct("<dd200s")  # deadline, last change (both CLOCK_MONOTONIC seconds), why (UTF-8, zero padded)
 
@@ -58,6 +60,17 @@ _active: list[tuple[float, str]] = []
 _lock = threading.Lock()
 
 
+def board_path(socket_dir: str | Path) -> Path:
+    return Path(socket_dir) / "guard"
+
+
+def attach() -> None:
+    """Finds the board that this process's agent made, if it has one; done by the first guard as well."""
+    text = os.environ.get(ENVIRONMENT)
+    if _board is None and text:
+        set_board(GuardBoard(board_path(json.loads(text)["socket_dir"])))
+
+
 def set_board(board: GuardBoard | None) -> None:
     """Where this process's guards are written from now on; None: they are only remembered (no agent watches)."""
     global _board
@@ -83,6 +96,7 @@ def guard(seconds: float, why: str) -> Iterator[None]:
 
     When it takes longer all the same, the process counts as hung and is killed and restarted by its agent.
     """
+    attach()
     entry = (time.monotonic() + seconds, why)
     with _lock:
         _active.append(entry)

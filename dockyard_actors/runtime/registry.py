@@ -6,6 +6,7 @@ on its own host that have no agent. It knows nothing of what names mean.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable
@@ -110,6 +111,7 @@ class Registry(Actor):
         self.on_gone: Callable[[ProcessRecord, str], None] | None = None
         self._push = push
         self._watches: dict[str, PidWatch] = {}
+        self._changed = asyncio.Event()
 
     async def on_stop(self) -> None:
         for watch in self._watches.values():
@@ -205,10 +207,16 @@ class Registry(Actor):
             if self.on_gone is not None:
                 self.on_gone(victim, doomed[victim.uid])
 
+    async def next_change(self) -> None:
+        """Resolves when a name or a process came or went."""
+        await self._changed.wait()
+
     def _publish(self, entries: list[Entry], gone: dict[str, str] | None = None) -> DirectoryUpdate:
         for entry in entries:
             self.entries[entry.name] = entry
         update = DirectoryUpdate(entries=tuple(entries), gone=gone or {})
+        self._changed.set()
+        self._changed = asyncio.Event()
         for process in self.processes.values():
             self._push(process, update, False)
         return update

@@ -9,6 +9,8 @@ import msgspec
 from dockyard_actors.runtime.caller import Wait
 from dockyard_actors.runtime.message import Message
 
+CRASH_CODE = 70  # EX_SOFTWARE: exit code of a process whose actor system crashed
+
 
 class Counts(msgspec.Struct):
     """Totals since the process started."""

@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +29,7 @@ from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
 from dockyard_actors.runtime.directory import Directory, Entry, ProcessRecord
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, ProtocolRefused
-from dockyard_actors.runtime.message import encoder, fingerprint, reply_decoder
+from dockyard_actors.runtime.message import decoder, encoder, fingerprint, reply_decoder
 from dockyard_actors.runtime.ref import Ref
 from dockyard_actors.runtime.registry import (
     REGISTRY,
@@ -44,8 +44,9 @@ from dockyard_actors.runtime.registry import (
     Registry,
     Unregister,
 )
-from dockyard_actors.runtime.status import Counts, StopRequest, SystemStats, SystemStatus
+from dockyard_actors.runtime.status import CRASH_CODE, Counts, StopRequest, SystemStats, SystemStatus
 from dockyard_actors.transport.base import (
+    Address,
     Lane,
     Peer,
     load_keys,
@@ -55,7 +56,6 @@ from dockyard_actors.transport.base import (
 
 log = logging.getLogger("dockyard.runtime.system")
 
-CRASH_CODE = 70  # EX_SOFTWARE: exit code of a process whose actor system crashed
 _REGISTRY_CONTROL = tuple(
     sorted(handlers_of(Registry))
 )  # the registry's messages are all control messages, known before any directory is
@@ -73,6 +73,7 @@ class ActorSystem:
         self.gone: dict[str, str] = {}  # uid → cause, of dead processes
         self.counts = Counts()
         self.registry: Registry | None = None  # when hosted here
+        self.on_update: Callable[[DirectoryUpdate], None] | None = None  # the node agent listens here
         self._is_agent = is_agent
         self._cells: dict[str, Cell] = {}
         self._watchers: dict[str, set[Cell]] = {}
@@ -80,6 +81,7 @@ class ActorSystem:
         self._own_dir: Path | None = None
         self._closing = self._joined = False
         self._pongs: dict[int, asyncio.Future[None]] = {}
+        self._last_ping = 0
 
     # ------------------------------------------------------------------ opening
 
@@ -198,7 +200,7 @@ class ActorSystem:
     async def _withdraw(self, cell: Cell, cause: str) -> None:
         self._cells.pop(cell.name, None)
         cell.abandon()
-        if cell.name != REGISTRY and self._joined:
+        if cell.name != REGISTRY and self._joined and not self._closing:  # at close one Leave stands for all names
             message = Unregister(name=cell.name, incarnation=cell.incarnation, cause=cause)
             try:
                 await self.ref(REGISTRY).ask(message, deadline_s=self.config.registry_s)
@@ -319,7 +321,7 @@ class ActorSystem:
         elif isinstance(message, wire.Ping):
             peer.send(lane, encoder.encode(wire.Pong(message.seq)))
         elif isinstance(message, wire.Pong):
-            future = self._pongs.pop(message.seq, None)
+            future = self._pongs.get(message.seq)
             if future is not None and not future.done():
                 future.set_result(None)
         elif isinstance(message, wire.Lost):
@@ -330,7 +332,7 @@ class ActorSystem:
     def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell) -> None:
         if message.dst == wire.SYSTEM:
             if message.kind == "DirectoryUpdate":
-                self._on_update(msgspec.msgpack.decode(message.body, type=DirectoryUpdate))
+                self.take(decoder(DirectoryUpdate).decode(message.body))
             return
         cell = self._cells.get(message.dst)
         if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
@@ -350,20 +352,6 @@ class ActorSystem:
             peer.send(lane, encoder.encode(wire.Fail(message.id, code, "", text)))
         else:
             peer.send(lane, encoder.encode(wire.Lost(message.dst, message.incarnation, message.kind, text)))
-
-    def _on_update(self, update: DirectoryUpdate) -> None:
-        for uid, cause in update.gone.items():
-            if uid == self.config.uid:
-                self.crash(ActorCrashed(f"the registry declared this process dead: {cause}"), self.config.name)
-                return
-            self.gone[uid] = cause
-            self._caller.on_gone(uid, cause)
-            self.transport.forget(uid)
-        for entry in update.entries:
-            if self.directory.apply(entry) and not entry.alive:
-                self._caller.on_entry_dead(entry)
-                for cell in self._watchers.get(entry.name, ()):
-                    cell.control.put(Death(entry.name, entry.incarnation, entry.cause, entry.clean))
 
     def on_undeliverable(self, peer: Peer, lane: Lane, envelopes: int, reason: str) -> None:
         self.counts.dead_letters += envelopes
@@ -393,6 +381,40 @@ class ActorSystem:
             if not self._full:
                 self.transport.pause(Lane.USER, False)
 
+    def ping(self, address: Address) -> asyncio.Future[None]:
+        """Resolves when the loop of the process at ``address`` answers; the caller bounds the wait."""
+        self._last_ping = seq = self._last_ping + 1
+        pong = self._pongs[seq] = self.loop.create_future()
+        pong.add_done_callback(lambda _: self._pongs.pop(seq, None))
+        self.transport.connect(address).send(Lane.CONTROL, encoder.encode(wire.Ping(seq)))
+        return pong
+
+    def hang_up(self, address: Address) -> None:
+        """Closes the connection that pings made."""
+        self.transport.disconnect(self.transport.connect(address))
+
+    def push(self, address: Address, update: DirectoryUpdate) -> None:
+        """Tells a process what the registry knows (or that the registry is gone)."""
+        tell = wire.Tell(wire.SYSTEM, 0, REGISTRY, "DirectoryUpdate", wire.raw(update))
+        self.transport.connect(address).send(Lane.CONTROL, encoder.encode(tell))
+
+    def take(self, update: DirectoryUpdate) -> None:
+        """The directory changed: what waits for the dead fails now, and watchers are told."""
+        if self.on_update is not None:
+            self.on_update(update)
+        for uid, cause in update.gone.items():
+            if uid == self.config.uid:
+                self.crash(ActorCrashed(f"the registry declared this process dead: {cause}"), self.config.name)
+                return
+            self.gone[uid] = cause
+            self._caller.on_gone(uid, cause)
+            self.transport.forget(uid)
+        for entry in update.entries:
+            if self.directory.apply(entry) and not entry.alive:
+                self._caller.on_entry_dead(entry)
+                for cell in self._watchers.get(entry.name, ()):
+                    cell.control.put(Death(entry.name, entry.incarnation, entry.cause, entry.clean))
+
     async def lookup(self, name: str, deadline: float) -> Entry | None:
         reply = await self.ref(REGISTRY).ask(
             Lookup(name=name), deadline_s=min(self.config.registry_s, max(0.0, deadline - self.loop.time()))
@@ -406,12 +428,9 @@ class ActorSystem:
         """The hosted registry's voice: tells a process what changed."""
         if process.uid == self.config.uid:
             if update is not None:
-                self._on_update(update)
+                self.take(update)
             return
-        peer = self.transport.connect(process.address)
         if update is not None:
-            peer.send(
-                Lane.CONTROL, encoder.encode(wire.Tell(wire.SYSTEM, 0, REGISTRY, "DirectoryUpdate", wire.raw(update)))
-            )
+            self.push(process.address, update)
         if last:
-            self.transport.disconnect(peer)
+            self.hang_up(process.address)

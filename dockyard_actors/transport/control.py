@@ -40,9 +40,6 @@ class ZmqControl:
         self.config, self.receiver = config, receiver
         self.address = Address(host=host_id(), ipc=config.ipc_prefix)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # made by the first socket
-        self._identity = b"\1" + secrets.token_bytes(
-            15
-        )  # not the public uid: a stranger must not be able to take it over
         self._routers: list[RouterPort] = []
         self._links: dict[Address, Link] = {}
         self._locks: list[tuple[int, str]] = []
@@ -163,7 +160,8 @@ class ZmqControl:
     def dial(self, link: Link, lane: Lane) -> DealerPort:
         endpoint = link.address.endpoint(lane, self.address.host)
         socket = self._socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, self._identity)
+        # Random, not the public uid: a stranger must not take it over. One a socket: a ROUTER knows one peer by one id.
+        socket.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(15))
         socket.reconnect_ivl = int(self.config.reconnect_s * 1000)
         if endpoint.startswith("tcp://"):
             host = endpoint.removeprefix("tcp://").rpartition(":")[0]

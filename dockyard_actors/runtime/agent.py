@@ -1,0 +1,446 @@
+"""The node agent: parent of a host's role processes, and on the primary host also home of the registry.
+
+It starts, pings, restarts and stops processes, reports deaths, and ends the run with the first cause when a process fails for
+good. A secondary agent joins the primary's registry and does not outlive it. It knows nothing of what its processes do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from dockyard_actors.runtime.actor import Actor, concurrent
+from dockyard_actors.runtime.child import Child
+from dockyard_actors.runtime.config import SystemConfig
+from dockyard_actors.runtime.directory import ProcessRecord
+from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.pidwatch import PidWatch
+from dockyard_actors.runtime.process import Bootstrap
+from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, ProcessDied
+from dockyard_actors.runtime.rundir import RuntimeDir
+from dockyard_actors.runtime.supervision import (
+    Failure,
+    ListProcesses,
+    ProcessInfo,
+    ProcessList,
+    ProcessSpec,
+    ReportFailure,
+    RestartProcess,
+    Shutdown,
+    StopProcess,
+)
+from dockyard_actors.runtime.system import ActorSystem
+from dockyard_actors.transport.base import Address, create_keys, parse_rendezvous
+
+log = logging.getLogger("dockyard.runtime.agent")
+
+PRIMARY = "agent"  # name of the primary's agent actor; a secondary's is "agent/NAME"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Settings of a node agent. Without a rendezvous it is the primary and hosts the registry."""
+
+    name: str = PRIMARY  # of a secondary: unique in the run, e.g. its role or host
+    rendezvous: str = ""  # the primary's `NodeAgent.rendezvous`
+    listen: str = (
+        ""  # primary: "tcp://HOST:PORT" where other hosts join (a concrete address, it is what peers connect to)
+    )
+    key_file: Path | None = None  # secondary: the primary's key file (None: beside an ipc rendezvous)
+    runtime_parent: Path | None = (
+        None  # where the private runtime directory is made (None: the system's temp directory)
+    )
+    allow_plain_loopback: bool = False
+    ping_s: float = 0.5  # how often each process's loop is asked to answer
+    suspect_s: float = 1.5  # silence after which a process is shown as unresponsive
+    hang_s: float = 5.0  # silence after which it is killed and restarted: a loop that only routes never needs it
+    start_grace_s: float = 60.0  # until the first answer: imports of torch and transformers from a cold disk
+    agent_lost_s: float = 10.0  # silence after which another agent, and all its processes, count as dead
+    secondary_stop_s: float = 30.0  # how long the primary waits at its end for secondary agents to leave
+
+
+class _AgentActor(Actor):
+    """The agent's mailbox."""
+
+    def __init__(self, agent: NodeAgent) -> None:
+        self.agent = agent
+
+    async def shutdown(self, msg: Shutdown) -> None:
+        self.agent.request_shutdown(msg)
+
+    @concurrent
+    async def stop_process(self, msg: StopProcess) -> None:
+        await self.agent.stop(msg.name, msg.grace_s)
+
+    @concurrent
+    async def restart_process(self, msg: RestartProcess) -> None:
+        await self.agent.restart(msg.name)
+
+    async def list_processes(self, msg: ListProcesses) -> ProcessList:
+        return ProcessList(tuple(self.agent.processes()))
+
+    async def report_failure(self, msg: ReportFailure) -> None:
+        self.agent.fail(msg.failure)
+
+
+class _Silence:
+    """When another agent answered last."""
+
+    def __init__(self, process: ProcessRecord) -> None:
+        self.process = process
+        self.answered = time.monotonic()
+        self.ping: asyncio.Future[None] | None = None
+
+
+class NodeAgent:
+    """``async with NodeAgent(config) as agent``: leaving the block stops every process and removes everything it made."""
+
+    def __init__(self, config: AgentConfig | None = None) -> None:
+        self.config = config or AgentConfig()
+        self.primary = not self.config.rendezvous
+        self._children: dict[str, Child] = {}
+        self._pings: dict[str, asyncio.Future[None]] = {}
+        self._others: dict[str, _Silence] = {}  # agents: of the primary the secondaries, of a secondary the primary
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._primary_watch: PidWatch | None = None
+        self._told_to_end = False
+
+    async def __aenter__(self) -> NodeAgent:
+        config = self.config
+        loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[Failure] = loop.create_future()
+        self._shutdown: asyncio.Future[Shutdown] = loop.create_future()
+        self._dir = RuntimeDir(config.runtime_parent)
+        self.runtime_dir = self._dir.path
+        try:
+            self.key_file = self._find_keys()
+            self._host = self._tcp_host()
+            tcp = config.listen or (f"tcp://{self._host}:0" if self._host else "")
+            self.uid = secrets.token_hex(8)
+            self.system = ActorSystem(
+                SystemConfig(
+                    name=config.name,
+                    uid=self.uid,
+                    rendezvous=config.rendezvous,
+                    ipc_prefix=f"{self.runtime_dir}/agent.",
+                    tcp_bind=tcp,
+                    key_file=self.key_file,
+                    allow_plain_loopback=config.allow_plain_loopback,
+                ),
+                is_agent=True,
+            )
+            await self.system.__aenter__()
+        except BaseException:
+            self._dir.close()
+            raise
+        try:
+            self.rendezvous = self._rendezvous()
+            self.system.on_update = self._directory_changed
+            if self.system.registry is not None:
+                self.system.registry.on_join = self._joined
+                self.system.registry.on_gone = self._gone
+            else:
+                self._watch_primary(self.system.primary)
+            self.actor_name = PRIMARY if self.primary else f"{PRIMARY}/{config.name}"
+            await self.system.start(_AgentActor(self), self.actor_name)
+            self._own(self._ping_all(), "pings")
+            self._own(self._own_end(), "watch the own actor system")
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stops every process with its own grace; the primary also sends the secondary agents home."""
+        try:
+            stopped = await asyncio.gather(*(self.stop(name) for name in self._children), return_exceptions=True)
+            for name, error in zip(self._children, stopped, strict=True):
+                if error is not None:
+                    log.error("stopping %s failed", name, exc_info=error)
+            if self.primary:
+                await self._send_home()
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._primary_watch is not None:
+                self._primary_watch.close()
+            try:
+                await self.system.close()
+            finally:
+                self._dir.close()
+
+    # ------------------------------------------------------------------ processes
+
+    async def spawn(self, spec: ProcessSpec) -> ProcessInfo:
+        """Starts a process and supervises it. ValueError when one of this name is supervised already (and has not ended)."""
+        old = self._children.get(spec.name)
+        if old is not None and old.state not in ("stopped", "exited", "failed"):
+            raise ValueError(f"{self.config.name} runs a process called {spec.name!r} already ({old.state})")
+        child = self._children[spec.name] = Child(self, spec, self.runtime_dir)
+        if old is not None:
+            child.starts = old.starts
+        child.start()
+        return child.info()
+
+    async def stop(self, name: str, grace_s: float | None = None) -> None:
+        """SIGTERM, and after the grace SIGKILL for its group; returns when it is gone. KeyError for an unknown name."""
+        child = self._children[name]
+        await child.stop(child.spec.stop_grace_s if grace_s is None else grace_s)
+
+    async def restart(self, name: str) -> None:
+        """Stops and starts a process, which counts as no crash. KeyError for an unknown name."""
+        await self._children[name].restart()
+
+    def processes(self) -> list[ProcessInfo]:
+        return [child.info() for child in self._children.values()]
+
+    async def wait_exited(self, name: str) -> ProcessInfo:
+        """Resolves when the process is gone and will not be restarted: stopped, exited or failed."""
+        child = self._children[name]
+        while child.state not in ("stopped", "exited", "failed"):
+            await child.next_change()
+        return child.info()
+
+    async def wait_failed(self) -> Failure:
+        """Resolves when a process, here or under a secondary agent, failed for good, or when the primary is lost."""
+        return await asyncio.shield(self._failed)
+
+    async def wait_shutdown(self) -> Shutdown:
+        """Resolves when somebody asked this agent to end the run (message `Shutdown`)."""
+        return await asyncio.shield(self._shutdown)
+
+    def request_shutdown(self, request: Shutdown) -> None:
+        self._told_to_end = True
+        if not self._shutdown.done():
+            self._shutdown.set_result(request)
+
+    def fail(self, failure: Failure) -> None:
+        """Records the failure that ends the run; only the first counts, later ones are logged."""
+        log.error("%s", failure)
+        if not self._failed.done():
+            self._failed.set_result(failure)
+
+    def _own(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Every task of the agent has it as its owner: an error in one is a failure of the run."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            cause = f"{task.get_name()}: {type(error).__name__}: {error}"
+            self.fail(Failure(self.config.name, cause, "".join(traceback.format_exception(error)), cause, 0, "", ()))
+
+    # ------------------------------------------------------------------ what children need
+
+    def bootstrap(self, name: str, uid: str, socket_dir: Path) -> Bootstrap:
+        return Bootstrap(
+            name=name,
+            uid=uid,
+            agent_uid=self.uid,
+            agent_pid=os.getpid(),
+            rendezvous=self.config.rendezvous or f"ipc://{self.runtime_dir}/agent.",
+            runtime_dir=str(self.runtime_dir),
+            socket_dir=str(socket_dir),
+            key_file=str(self.key_file),
+            tcp_bind=f"tcp://{self._host}:0" if self._host else "",
+            allow_plain_loopback=self.config.allow_plain_loopback,
+        )
+
+    async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None:
+        ping = self._pings.pop(uid, None)
+        if ping is not None:
+            ping.cancel()
+            self.system.hang_up(Address(self.system.transport.address.host, f"{socket_dir}/"))
+        if self.system.registry is not None:
+            self.system.registry.declare_dead(uid, cause, clean)
+            return
+        try:
+            await self.system.ref(REGISTRY).ask(ProcessDied(uid=uid, cause=cause, clean=clean))
+        except ActorError as error:
+            log.error("could not report that process %s died (%s): %s", uid, cause, error)
+
+    def child_failed(self, failure: Failure) -> None:
+        self.fail(failure)
+        if not self.primary:
+            self._own(self._report(failure), "report a failure")
+
+    async def _report(self, failure: Failure) -> None:
+        try:
+            await self.system.ref(PRIMARY).ask(ReportFailure(failure=failure))
+        except ActorError as error:
+            log.error("could not report the failure of %s to the primary: %s", failure.name, error)
+
+    # ------------------------------------------------------------------ hangs
+
+    async def _ping_all(self) -> None:
+        ping_s = self.config.ping_s
+        due = time.monotonic() + ping_s
+        while True:
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            late = now - due  # this loop itself was held: whoever answered meanwhile has not been read yet
+            due = now + ping_s
+            for child in self._children.values():
+                if child.pid and child.state in ("starting", "running", "unresponsive"):
+                    self._ping_child(child)
+                    if late < ping_s:
+                        self._judge(child, now)
+            for other in list(self._others.values()):
+                self._ping_other(other)
+                if late < ping_s and now - other.answered > self.config.agent_lost_s:
+                    self._lost(other, now - other.answered)
+
+    def _directory_changed(self, update: DirectoryUpdate) -> None:
+        """A child that registered a name is up, even when no ping has come back yet."""
+        born = {entry.uid for entry in update.entries if entry.alive}
+        for child in self._children.values():
+            if child.uid in born:
+                child.saw_answer()
+
+    def _ping_child(self, child: Child) -> None:
+        pending = self._pings.get(child.uid)
+        if pending is not None and not pending.done():
+            return
+        pong = self._pings[child.uid] = self.system.ping(self._address_of(child))
+        start = child.starts
+
+        def answered(_: asyncio.Future[None]) -> None:
+            if child.starts == start and not pong.cancelled():
+                child.saw_answer()
+
+        pong.add_done_callback(answered)
+
+    def _address_of(self, child: Child) -> Address:
+        return Address(self.system.transport.address.host, f"{child.socket_dir}/")
+
+    def _judge(self, child: Child, now: float) -> None:
+        config, spec = self.config, child.spec
+        silent = now - child.silent_since(now)
+        if child.answered:
+            limit = config.hang_s if spec.hang_s is None else spec.hang_s
+            reason = f"hung: its loop did not answer for {limit:g} s (hang_s)"
+        else:
+            limit = config.start_grace_s if spec.start_grace_s is None else spec.start_grace_s
+            reason = f"did not come up: no answer within {limit:g} s of its start (start_grace_s)"
+        if silent > limit:
+            self._own(child.kill(reason), f"kill {spec.name}")
+        elif child.answered and silent > config.suspect_s:
+            child.suspect(silent)
+
+    # ------------------------------------------------------------------ other agents
+
+    def _joined(self, process: ProcessRecord) -> None:
+        if process.is_agent:
+            self._others[process.uid] = _Silence(process)
+
+    def _gone(self, process: ProcessRecord, cause: str) -> None:
+        self._others.pop(process.uid, None)
+
+    def _ping_other(self, other: _Silence) -> None:
+        if other.ping is None or other.ping.done():
+            other.ping = self.system.ping(other.process.address)
+            other.ping.add_done_callback(lambda pong: pong.cancelled() or setattr(other, "answered", time.monotonic()))
+
+    def _lost(self, other: _Silence, silent: float) -> None:
+        del self._others[other.process.uid]
+        cause = f"node agent {other.process.name} (pid {other.process.pid}) did not answer for {silent:.1f} s"
+        if self.system.registry is not None:
+            self.system.registry.declare_dead(other.process.uid, cause)
+        else:
+            self._primary_lost(cause)
+
+    def _watch_primary(self, primary: ProcessRecord) -> None:
+        self._others[primary.uid] = _Silence(primary)
+        if primary.host == self.system.transport.address.host:
+            self._primary_watch = PidWatch(
+                primary.pid, lambda: self._primary_lost(f"the primary node agent (pid {primary.pid}) ended")
+            )
+
+    def _primary_lost(self, cause: str) -> None:
+        if self._told_to_end or self._failed.done():
+            return
+        gone = DirectoryUpdate(entries=(), gone={self.system.primary.uid: cause})
+        self.system.take(gone)  # nobody waits for the registry any more, here or in the children
+        for child in self._children.values():
+            if child.pid:
+                self.system.push(self._address_of(child), gone)
+            self._own(child.stop(child.spec.stop_grace_s), f"stop {child.spec.name}")
+        self.fail(Failure(self.actor_name, f"{cause}; its processes are stopped", "", cause, 0, "", ()))
+
+    async def _own_end(self) -> None:
+        """The registry may declare this agent dead (it was silent too long): then its processes are nobody's."""
+        stop = await self.system.wait_stop()
+        cause = f"{stop.reason}: {stop.cause}"
+        if self.primary:
+            self.fail(Failure(self.actor_name, cause, "", cause, 0, "", ()))
+        else:
+            self._primary_lost(cause)
+
+    async def _send_home(self) -> None:
+        """Asks the secondary agents to end, and waits until they have left."""
+        registry = self.system.registry
+        assert registry is not None
+        names = [
+            entry.name for entry in registry.entries.values() if entry.alive and entry.name.startswith(f"{PRIMARY}/")
+        ]
+        for name in names:
+            try:
+                await self.system.ref(name).ask(Shutdown(reason="the primary node agent ends"))
+            except ActorError as error:
+                log.warning("could not tell %s to end: %s", name, error)
+        try:
+            async with asyncio.timeout(self.config.secondary_stop_s):
+                while any(process.is_agent and process.uid != self.uid for process in registry.processes.values()):
+                    await registry.next_change()
+        except TimeoutError:
+            log.error(
+                "secondary agents did not leave within secondary_stop_s=%s: %s", self.config.secondary_stop_s, names
+            )
+
+    # ------------------------------------------------------------------ addresses
+
+    def _find_keys(self) -> Path:
+        if self.primary:
+            path = self.runtime_dir / "keys"
+            create_keys(path)
+            return path
+        if self.config.key_file is not None:
+            return self.config.key_file
+        address = parse_rendezvous(self.config.rendezvous)
+        if not address.ipc:
+            raise ValueError(f"joining {self.config.rendezvous} needs key_file: a copy of the primary's key file")
+        return Path(address.ipc).parent / "keys"
+
+    def _tcp_host(self) -> str:
+        """The address of this host that peers on other hosts connect to; empty when the run stays on ipc."""
+        text = self.config.listen or self.config.rendezvous
+        if not text.startswith("tcp://"):
+            return ""
+        host, _, port = text.removeprefix("tcp://").rpartition(":")
+        if self.primary:
+            return host
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.strip("[]"), int(port)))  # sends nothing; picks the interface that leads there
+            return probe.getsockname()[0]
+
+    def _rendezvous(self) -> str:
+        if not self.primary:
+            return self.config.rendezvous
+        return self.system.transport.address.tcp[1] or f"ipc://{self.runtime_dir}/agent."

@@ -1,0 +1,29 @@
+"""A role process for the tests: `python -m tests.runtime.role NAME [HOW]` runs one Counter under its node agent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from dockyard_actors.runtime.guard import guard
+from dockyard_actors.runtime.process import main_process
+from dockyard_actors.runtime.system import ActorSystem
+from tests.runtime.actors import Waiter
+
+
+async def build(system: ActorSystem) -> None:
+    how = sys.argv[2] if len(sys.argv) > 2 else ""
+    if how == "broken":
+        raise RuntimeError("this role cannot start")
+    if how == "family":
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1001"], start_new_session=True)
+    await system.start(Waiter(), sys.argv[1])
+    if how == "slow":
+        with guard(30.0, "loading nothing slowly"):
+            time.sleep(3.0)  # noqa: ASYNC251
+
+
+if __name__ == "__main__":
+    main_process(build)
