@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 
 from dockyard_actors.config import Config
 from dockyard_actors.roles import messages as m
@@ -24,11 +23,10 @@ log = logging.getLogger(__name__)
 class Broker(Actor):
     """One per host with sandboxes."""
 
-    def __init__(self, config: Config, executor: ExecutorProcess, client: ExecutorClient, run_dir: Path):
+    def __init__(self, config: Config, executor: ExecutorProcess, client: ExecutorClient):
         self.config = config
         self.executor = executor
         self.client = client
-        self.run_dir = run_dir
         self.open = 0
 
     async def on_start(self) -> None:
@@ -36,7 +34,7 @@ class Broker(Actor):
         await self.executor.start()
         health = await self.client.health()
         log.info("executor pid %s: isolation %s, %d workers", self.executor.pid, health.isolation, health.workers)
-        self.isolation = health.isolation
+        self.isolation = self.report.facts["isolation"] = health.isolation
         self.ctx.spawn(self._keep_alive(), name="keep executor alive")
         self.report(f"executor pid {self.executor.pid}, isolation {self.isolation}")
 

@@ -15,8 +15,7 @@ from dockyard_actors.config import Config
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.reporting import Reporter
-from dockyard_actors.runtime.actor import Actor, concurrent
-from dockyard_actors.runtime.messages import Death
+from dockyard_actors.runtime.actor import Actor, Death, concurrent
 from dockyard_actors.transport.plane import DataPlane, TensorRef
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Buffer(Actor):
 
     async def on_start(self) -> None:
         self.report = Reporter(self, doing="holding groups")
-        await self.ctx.watch("trainer")
+        self.ctx.watch("trainer")
         await self._reconcile()
 
     async def on_death(self, death: Death) -> None:

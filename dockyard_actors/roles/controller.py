@@ -5,17 +5,16 @@ directory but checkpoints and logs. Knows no tensors and imports no torch.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import time
 
 import msgspec
 
 from dockyard_actors.config import Config
-from dockyard_actors.observe.metrics import MetricsWriter
+from dockyard_actors.observe.metrics import MetricsWriter, StepRecord, read_metrics
 from dockyard_actors.observe.plot import reward_png
-from dockyard_actors.observe.rollouts import RolloutWriter
+from dockyard_actors.observe.rollouts import RolloutSample, RolloutWriter
 from dockyard_actors.observe.rundir import RunDir
+from dockyard_actors.observe.summary import PassRates
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.admission import PromptOrder, hand_out, room
 from dockyard_actors.roles.journal import Journal
@@ -31,11 +30,12 @@ from dockyard_actors.roles.ledger import (
     RolledBack,
     Stepped,
 )
-from dockyard_actors.runtime.actor import Actor, concurrent, control
-from dockyard_actors.runtime.messages import Death
+from dockyard_actors.runtime.actor import Actor, Death, concurrent, control
 from dockyard_actors.tasks.dataset import TaskSet
 
 log = logging.getLogger(__name__)
+
+PLOT_EVERY = 10  # steps between two drawings of reward.png
 
 
 class Controller(Actor):
@@ -46,7 +46,7 @@ class Controller(Actor):
         self.run_dir = run_dir
         self.session = session
         self.prompts = PromptOrder(tasks, config.run.seed)
-        self.journal = Journal(run_dir.ledger / "journal.bin", Event)
+        self.journal: Journal[Event] = Journal(run_dir.ledger / "journal.bin", Event)
         self.ledger = Ledger.replay(self.journal.recovered)
         self.metrics = MetricsWriter(run_dir.metrics)
         self.rollouts = RolloutWriter(run_dir.rollouts, per_step=config.observe.rollouts_per_step)
@@ -54,11 +54,13 @@ class Controller(Actor):
         self.stopping = False
         self.finished = ""
         self.phase = "starting"
-        self.last_step = b""
-        self.evals: list[dict] = []
-        self.examples: tuple[m.Sample, ...] = ()
+        self.last_step: StepRecord | None = None
+        self.pass_rates = PassRates.of(read_metrics(run_dir.metrics))
+        self.examples: tuple[RolloutSample, ...] = ()
         self.warnings: list[str] = []
         self.roles: dict[str, m.ReportRole] = {}
+        self.counters: dict[tuple[str, int], dict[str, float]] = {}  # a restarted role counts from zero
+        self.said_start = bool(self.journal.recovered)
         self._changed = asyncio.Event()
 
     # ---- life
@@ -73,7 +75,7 @@ class Controller(Actor):
             self.warnings.append("the controller was restarted and rebuilt from its journal")
         self._record(Opened(self.run_dir.path.name, self.config.run.seed, self.session))
         for index in range(self.config.rollout.count):
-            await self.ctx.watch(f"rollout-{index}")
+            self.ctx.watch(f"rollout-{index}")
         log.info("ledger %s, step %d, version %d", ledger.summary(), ledger.step, ledger.version)
 
     async def on_stop(self) -> None:
@@ -83,7 +85,7 @@ class Controller(Actor):
         holder = f"{death.name}#{death.incarnation}"
         lost = self.ledger.held_by(holder)
         self._record(*(Freed(lease.id, "holder_died") for lease in lost))
-        self.metrics.event("death", name=death.name, incarnation=death.incarnation, cause=death.cause, leases=len(lost))
+        self.metrics.event("death", f"{holder}: {death.cause}", leases=len(lost))
         log.warning("%s died (%s); its %d leases will be handed out again", holder, death.cause, len(lost))
         self._wake()
 
@@ -149,7 +151,7 @@ class Controller(Actor):
 
     async def samples(self, msg: m.ReportSamples) -> m.Done:
         for sample in msg.samples:
-            self.rollouts.write(self.ledger.step, sample_record(sample))
+            self.rollouts.write(msgspec.structs.replace(sample, step=self.ledger.step))
         return m.Done()
 
     # ---- buffer
@@ -180,7 +182,7 @@ class Controller(Actor):
         self.fresh = False
         if msg.step != self.ledger.step:
             self._record(RolledBack(msg.step, back))
-            self.metrics.event("rollback", step=msg.step, leases=len(back))
+            self.metrics.resumed(msg.step)
             log.warning("rolled back to step %d: %d leases are in flight again", msg.step, len(back))
         return m.Welcome(self.ledger.step, self.ledger.version, len(back))
 
@@ -189,6 +191,19 @@ class Controller(Actor):
         return m.VersionIs(self.ledger.version)
 
     async def engines_fresh(self, msg: m.EnginesFresh) -> m.Done:
+        if not self.said_start:
+            self.said_start = True
+            facts = {key: value for role in self.roles.values() for key, value in role.facts.items()}
+            config = self.config
+            self.metrics.started(
+                model=config.model.source,
+                algorithm=f"{config.advantage.estimator}/{config.loss.kind}",
+                mode=config.grpo.mode,
+                engine=facts.get("engine", config.generation.engine),
+                isolation=facts.get("isolation", ""),
+                seed=config.run.seed,
+                steps=config.grpo.max_num_steps,
+            )
         self.fresh = True
         self._wake()
         return m.Done()
@@ -200,33 +215,40 @@ class Controller(Actor):
                 *(Closed(lease, "filtered", cause) for lease, cause in msg.filtered),
                 Stepped(msg.step, msg.version, msg.trained),
             )
-            self.last_step = msg.record
-            self.metrics.step(json.loads(msg.record))
-            self.ctx.spawn(self._after_step(msg), name=f"after step {msg.step}")
+            leases = (*msg.trained, *(lease for lease, _ in msg.filtered))
+            self.ctx.spawn(self._after_step(msg.step, leases), name=f"after step {msg.step}")
         return m.StepAck(self.stopping)
 
-    async def _after_step(self, msg: m.StepDone) -> None:
-        leases = (*msg.trained, *(lease for lease, _ in msg.filtered))
+    async def _after_step(self, step: int, leases: tuple[int, ...]) -> None:
         await self.ctx.ref("buffer").ask(
             m.ReleaseGroups(leases), deadline_s=self.config.supervision.start_timeout_s, retry=True
         )
-        if msg.step % 10 == 0:
+        if step % PLOT_EVERY == 0:
             await asyncio.to_thread(reward_png, self.run_dir)
+
+    async def report_step(self, msg: m.ReportStep) -> m.Done:
+        self.last_step = msg.record
+        self.metrics.write(msg.record)
+        return m.Done()
+
+    async def warn(self, msg: m.Warn) -> m.Done:
+        log.warning("%s", msg.text)
+        self.warnings.append(msg.text)
+        return m.Done()
 
     async def checkpoint_done(self, msg: m.CheckpointDone) -> m.Done:
         self._record(Checkpointed(msg.step))
         return m.Done()
 
     async def report_eval(self, msg: m.ReportEval) -> m.Done:
-        record = json.loads(msg.record)
-        self.evals.append({key: value for key, value in record.items() if key != "by_task"})
-        self.metrics.eval(record)
+        self.metrics.write(msg.record)
+        self.pass_rates = PassRates.of(read_metrics(self.run_dir.metrics))
         return m.Done()
 
     async def report_examples(self, msg: m.ReportExamples) -> m.Done:
         self.examples = msg.samples
         for sample in msg.samples:
-            self.rollouts.write(self.ledger.step, sample_record(sample))
+            self.rollouts.write(sample)
         return m.Done()
 
     async def report_phase(self, msg: m.ReportPhase) -> m.Done:
@@ -246,6 +268,7 @@ class Controller(Actor):
     @control
     async def report_role(self, msg: m.ReportRole) -> m.Done:
         self.roles[msg.role] = msg
+        self.counters[msg.role, msg.incarnation] = msg.counters
         return m.Done()
 
     @control
@@ -258,9 +281,10 @@ class Controller(Actor):
             buffered=sum(lease.buffered for lease in self.ledger.open.values()),
             causes={name: dict(causes) for name, causes in self.ledger.causes.items()},
             last_step=self.last_step,
-            evals=msgspec.json.encode(self.evals),
+            pass_rates=self.pass_rates,
             roles=self.roles,
             warnings=tuple(self.warnings),
+            tokens_generated=int(sum(c.get("tokens", 0.0) for c in self.counters.values())),
             finished=self.finished,
             examples=self.examples if self.finished else (),
         )
@@ -269,14 +293,7 @@ class Controller(Actor):
     async def stop_run(self, msg: m.StopRun) -> m.Done:
         self.stopping = True
         self.phase = f"stopping: {msg.reason}"
-        self.metrics.event("stop", reason=msg.reason, at=time.time())
+        self.metrics.event("stop", msg.reason)
         return await self.ctx.ref("trainer").ask(
             m.StopTraining(msg.reason), deadline_s=self.config.supervision.drain_s, retry=True
         )
-
-
-def sample_record(sample: m.Sample) -> dict:
-    """What rollouts/ keeps of one completion."""
-    record = msgspec.to_builtins(sample)
-    record["versions"] = list(sample.versions)
-    return record

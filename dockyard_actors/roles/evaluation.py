@@ -14,8 +14,7 @@ from dockyard_actors.config import Config
 from dockyard_actors.engines.base import Engine, GroupOutput, GroupRequest, SamplingConfig
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.engine_seat import EngineSeat
-from dockyard_actors.roles.scoring import Score, score, to_sample
-from dockyard_actors.runtime.actor import ActorContext
+from dockyard_actors.roles.scoring import Judge, Score, score, to_sample
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import Task
 
@@ -27,7 +26,7 @@ class WrongVersion(RuntimeError):
 
 
 async def evaluate(
-    ctx: ActorContext,
+    judge: Judge,
     config: Config,
     by_id: Mapping[str, Task],
     seat: EngineSeat,
@@ -46,12 +45,12 @@ async def evaluate(
             part = tasks[start : start + per_slice]
             async with seat.taken() as engine:
                 if engine.version != msg.version:
-                    raise WrongVersion(f"{ctx.name} holds weights {engine.version}, asked to evaluate {msg.version}")
+                    raise WrongVersion(f"the engine holds weights {engine.version}, asked to evaluate {msg.version}")
                 report(f"evaluating task {start + 1} of {len(tasks)}, {'greedy' if msg.greedy else 'T=1'}")
                 new = await seat.run(_generate, engine, part, n, sampling, msg.seed)
             items = [(part[i // n], text) for i, text in enumerate(new)]
             texts += new
-            scoring.append(group.create_task(score(ctx, config, items, config.eval.timeout_s)))
+            scoring.append(group.create_task(score(judge, config.reward.partial, items, config.eval.timeout_s)))
     report("evaluation done")
     return _summarise(tasks, n, [s for part in scoring for s in part.result()], texts, msg)
 
@@ -86,7 +85,7 @@ def _summarise(tasks: list[Task], n: int, scores: list[Score], texts: list[str],
         results.append(m.TaskResult(task.id, sum(s.resolved for s in valid), len(valid)))
     step = max(1, len(tasks) // max(1, msg.examples))
     examples = tuple(
-        to_sample(-1, tasks[i], texts[i * n], scores[i * n], (msg.version, msg.version))
-        for i in range(0, len(tasks), step)
+        to_sample(task, texts[i * n], scores[i * n], step=msg.step, lease=-1, sample=0, versions=(msg.version,))
+        for i, task in list(enumerate(tasks))[::step]
     )[: msg.examples]
     return m.Evaluated(msg.version, tuple(results), examples, masked)

@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -57,7 +57,7 @@ def _scan(raw: bytes, path: Path, decoder: msgspec.msgpack.Decoder[E]) -> tuple[
     return records, at
 
 
-def read_journal(path: Path, kind: type[E]) -> tuple[list[E], int]:
+def read_journal(path: Path, kind: Any) -> tuple[list[Any], int]:
     """Reads a journal that another process may be writing. Returns the records and how many bytes of torn tail were ignored."""
     raw = path.read_bytes() if path.exists() else b""
     records, intact = _scan(raw, path, msgspec.msgpack.Decoder(kind))
@@ -67,10 +67,11 @@ def read_journal(path: Path, kind: type[E]) -> tuple[list[E], int]:
 class Journal(Generic[E]):
     """The single writer. `append` buffers; `commit` writes and fsyncs everything appended so far (group commit)."""
 
-    def __init__(self, path: Path, kind: type[E]):
+    def __init__(self, path: Path, kind: Any):
         self.path = path
         self._encoder = msgspec.msgpack.Encoder()
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.recovered: list[E]
         self.recovered, torn = read_journal(path, kind)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         if torn:

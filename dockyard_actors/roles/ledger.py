@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dockyard_actors.transport.plane import TensorRef
+from dockyard_actors.transport.tensors import TensorRef
 
 CLASSES = ("trained", "expired", "filtered", "failed", "in_flight")
 TERMINAL = ("trained", "expired", "filtered", "failed")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
+from dockyard_actors.observe.metrics import EvalRecord, StepRecord
+from dockyard_actors.observe.rollouts import RolloutSample
+from dockyard_actors.observe.summary import PassRates
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.sandbox.types import Verdict
-from dockyard_actors.transport.plane import TensorRef
-from dockyard_actors.transport.weights_shm import WeightManifest, WeightRef
+from dockyard_actors.transport.tensors import TensorRef
+from dockyard_actors.transport.weights_shm import WeightRef
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -55,23 +58,10 @@ class CloseLease(Message[Done], frozen=True, tag=True):
     retry_prompt: bool = False  # issue the prompt once more (a new lease)
 
 
-class Sample(msgspec.Struct, frozen=True):
-    """One readable completion for rollouts/."""
-
-    lease: int
-    prompt_id: str
-    prompt: str
-    completion: str
-    program: str
-    reward: float
-    valid: bool
-    verdict: Verdict | None  # None: the answer did not parse
-    malformed: str
-    versions: tuple[int, int]  # oldest and newest weight version among its tokens
-
-
 class ReportSamples(Message[Done], frozen=True, tag=True):
-    samples: tuple[Sample, ...]
+    """Readable completions for rollouts/; how many of a step are kept is the controller's to say."""
+
+    samples: tuple[RolloutSample, ...]
 
 
 # ---- buffer → controller
@@ -144,13 +134,16 @@ class StepAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(Message[StepAck], frozen=True, tag=True):
-    """One optimizer step. Closes admission until EnginesFresh. Retryable by step."""
+    """One optimizer step. Closes admission until EnginesFresh. Retryable: a step counts once."""
 
     step: int
-    version: int
+    version: int  # weights that were trained from
     trained: tuple[int, ...]
     filtered: tuple[tuple[int, str], ...]  # (lease, cause)
-    record: bytes  # the metrics record, JSON
+
+
+class ReportStep(Message[Done], frozen=True, tag=True):
+    record: StepRecord
 
 
 class CheckpointDone(Message[Done], frozen=True, tag=True):
@@ -158,18 +151,23 @@ class CheckpointDone(Message[Done], frozen=True, tag=True):
 
 
 class ReportEval(Message[Done], frozen=True, tag=True):
-    record: bytes  # JSON
+    record: EvalRecord
 
 
 class ReportExamples(Message[Done], frozen=True, tag=True):
     """Completions of the final evaluation, shown at the end of the run."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[RolloutSample, ...]
+
+
+class Warn(Message[Done], frozen=True, tag=True):
+    """Something a person should know when the run ends."""
+
+    text: str
 
 
 class RunFinished(Message[Done], frozen=True, tag=True):
     status: str  # completed | interrupted
-    tokens_trained: int
 
 
 # ---- anyone → controller
@@ -182,7 +180,9 @@ class ReportRole(Message[Done], frozen=True, tag=True):
     doing: str
     waits_for: str = ""
     wait_s: float = 0.0
-    counters: dict[str, float] = msgspec.field(default_factory=dict)
+    incarnation: int = 0
+    counters: dict[str, float] = msgspec.field(default_factory=dict)  # since this incarnation started
+    facts: dict[str, str] = msgspec.field(default_factory=dict)  # such as isolation, engine
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag=True):
@@ -194,12 +194,13 @@ class StatusIs(msgspec.Struct, frozen=True, tag=True):
     ledger: dict[str, int]
     buffered: int
     causes: dict[str, dict[str, int]]
-    last_step: bytes  # JSON of the newest step record, b"" when none
-    evals: bytes  # JSON list of evaluation records
+    last_step: StepRecord | None
+    pass_rates: PassRates  # (before, newest)
     roles: dict[str, ReportRole]
     warnings: tuple[str, ...]
+    tokens_generated: int
     finished: str  # "" while it runs, else completed | interrupted
-    examples: tuple[Sample, ...]
+    examples: tuple[RolloutSample, ...]
 
 
 class AskStatus(Message[StatusIs], frozen=True, tag=True):
@@ -300,7 +301,6 @@ class Applied(msgspec.Struct, frozen=True, tag=True):
 class UpdateWeights(Message[Applied], frozen=True, tag=True):
     """Swap to these weights between two batches. Retryable."""
 
-    manifest: WeightManifest
     ref: WeightRef
 
 
@@ -313,7 +313,7 @@ class TaskResult(msgspec.Struct, frozen=True):
 class Evaluated(msgspec.Struct, frozen=True, tag=True):
     version: int
     results: tuple[TaskResult, ...]
-    examples: tuple[Sample, ...]
+    examples: tuple[RolloutSample, ...]
     masked: int  # samples without a verdict (infra)
 
 
@@ -325,6 +325,7 @@ class Evaluate(Message[Evaluated], frozen=True, tag=True):
     greedy: bool
     seed: int
     version: int  # weights to evaluate; refused when the engine holds others
+    step: int
     examples: int = 0
 
 
@@ -332,7 +333,6 @@ class Evaluate(Message[Evaluated], frozen=True, tag=True):
 
 
 class Weights(msgspec.Struct, frozen=True, tag=True):
-    manifest: WeightManifest
     ref: WeightRef
 
 
@@ -344,3 +344,21 @@ class CurrentWeights(Message[Weights | NoWeights], frozen=True, tag=True):
     """A rollout that starts or was restarted pulls the newest weights. Retryable."""
 
     rollout: str
+
+
+# ---- a joining agent or a person → the primary agent
+
+
+class RunIs(msgspec.Struct, frozen=True, tag=True):
+    """What a process needs to take part in the run."""
+
+    run_id: str
+    run_dir: str
+    session: str
+    config: str  # resolved, YAML
+    fd_path: str  # unix socket of the server that holds the arenas
+    host_id: str
+
+
+class AskRun(Message[RunIs], frozen=True, tag=True):
+    pass

@@ -19,6 +19,7 @@ class Reporter:
     def __init__(self, actor: Actor, doing: str = "starting"):
         self.doing = doing
         self.counters: dict[str, float] = {}
+        self.facts: dict[str, str] = {}
         self._actor = actor
         actor.ctx.spawn(self._tell(), name="report")
 
@@ -36,7 +37,9 @@ class Reporter:
             doing=self.doing,
             waits_for=f"{longest.peer} ({longest.message})" if longest else "",
             wait_s=longest.age_s if longest else 0.0,
+            incarnation=self._actor.ctx.incarnation,
             counters=dict(self.counters),
+            facts=dict(self.facts),
         )
 
     async def _tell(self) -> None:

@@ -18,14 +18,14 @@ from dockyard_actors.roles.engine_seat import EngineSeat
 from dockyard_actors.roles.evaluation import evaluate
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.reporting import Reporter
-from dockyard_actors.roles.scoring import Score, score, to_sample
+from dockyard_actors.roles.scoring import Score, broker_judge, score, to_sample
 from dockyard_actors.roles.synchronizer import digest_of
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import Task, TaskSet
 from dockyard_actors.transport.plane import Block, DataPlane, TensorRef
-from dockyard_actors.transport.weights_shm import WeightManifest, WeightReader, WeightRef
+from dockyard_actors.transport.weights_shm import WeightReader, WeightRef
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Rollout(Actor):
 
     async def on_start(self) -> None:
         self.report = Reporter(self, doing="loading the model")
+        self.report.facts["engine"] = self.config.generation.engine
         await self.seat.run(self.engine.start)
         self.ctx.spawn(self._work(), name="work")
 
@@ -62,12 +63,11 @@ class Rollout(Actor):
     async def update_weights(self, msg: m.UpdateWeights) -> m.Applied:
         async with self.seat.taken():
             self.report(f"loading weights version {msg.ref.version}")
-            return await self.seat.run(self._apply, msg.manifest, msg.ref)
+            return await self.seat.run(self._apply, msg.ref)
 
-    def _apply(self, manifest: WeightManifest, ref: WeightRef) -> m.Applied:
-        views = self.weights.open(ref, manifest)
-        self.weights.verify(ref, manifest)
-        self.engine.update_weights(views, manifest, ref.version)
+    def _apply(self, ref: WeightRef) -> m.Applied:
+        with self.weights.open(ref, verify=True) as views:
+            self.engine.update_weights(views, self.weights.manifest(ref), ref.version)
         return m.Applied(ref.version, digest_of(ref))
 
     async def _pull_weights(self) -> None:
@@ -77,7 +77,7 @@ class Rollout(Actor):
                 m.CurrentWeights(rollout=self.ctx.name), deadline_s=self.config.supervision.start_timeout_s, retry=True
             )
             if isinstance(reply, m.Weights):
-                await self.update_weights(m.UpdateWeights(manifest=reply.manifest, ref=reply.ref))
+                await self.update_weights(m.UpdateWeights(ref=reply.ref))
             else:
                 self.report("waits for the first weights")
                 await asyncio.sleep(1.0)
@@ -177,7 +177,10 @@ class Rollout(Actor):
             self.engine.tokenizer.decode(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)
         ]
         scores = await score(
-            self.ctx, self.config, [(task, text) for text in texts], self.config.sandbox.score_timeout_s
+            broker_judge(self.ctx),
+            self.config.reward.partial,
+            [(task, text) for text in texts],
+            self.config.sandbox.score_timeout_s,
         )
         return scores, texts
 
@@ -192,17 +195,25 @@ class Rollout(Actor):
     async def _report_samples(
         self, grant: m.Granted, task: Task, meta: GroupMeta, scores: list[Score], texts: list[str]
     ) -> None:
-        """One readable sample of each group; how many of a step are kept is the controller's to say."""
+        """One readable sample of each group: its best for odd leases, its last for even ones."""
         best = max(range(len(scores)), key=lambda i: scores[i].reward or 0.0)
         chosen = best if grant.lease % 2 else len(scores) - 1
-        sample = to_sample(grant.lease, task, texts[chosen], scores[chosen], (meta.oldest_version, meta.newest_version))
+        sample = to_sample(
+            task,
+            texts[chosen],
+            scores[chosen],
+            step=-1,
+            lease=grant.lease,
+            sample=chosen,
+            versions=tuple(sorted({meta.oldest_version, meta.newest_version})),
+        )
         await self.ctx.ref("controller").tell(m.ReportSamples(samples=(sample,)))
 
     # ---- evaluation
 
     @concurrent
     async def evaluate(self, msg: m.Evaluate) -> m.Evaluated:
-        return await evaluate(self.ctx, self.config, self.tasks, self.seat, self.report, msg)
+        return await evaluate(broker_judge(self.ctx), self.config, self.tasks, self.seat, self.report, msg)
 
 
 def _output(block: Block) -> GroupOutput:

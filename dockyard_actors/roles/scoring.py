@@ -6,11 +6,11 @@ Identical programs of one call run once. A sample without a verdict (infrastruct
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from dockyard_actors.config import Config
+from dockyard_actors.observe.rollouts import RolloutSample, TestLine
 from dockyard_actors.roles import messages as m
 from dockyard_actors.runtime.actor import ActorContext
 from dockyard_actors.sandbox.types import Verdict
@@ -35,8 +35,23 @@ def _request_id(task: Task, program: str) -> str:
     return hashlib.blake2b(f"{task.id}\0{program}\0{tests}".encode(), digest_size=16).hexdigest()
 
 
-async def score(ctx: ActorContext, config: Config, items: Sequence[tuple[Task, str]], deadline_s: float) -> list[Score]:
-    """Judges (task, completion text) pairs, in order. Raises ActorError when the broker gave no answer within `deadline_s`."""
+Judge = Callable[[Sequence[m.Program], float], Awaitable[Sequence[Verdict]]]
+"""Gets one verdict a program, in order, within so many seconds."""
+
+
+def broker_judge(ctx: ActorContext) -> Judge:
+    """Verdicts from the broker; raises ActorError when it gave no answer in time."""
+
+    async def judge(programs: Sequence[m.Program], deadline_s: float) -> Sequence[Verdict]:
+        message = m.ScorePrograms(programs=tuple(programs), deadline_s=deadline_s)
+        reply = await ctx.ref("broker").ask(message, deadline_s=deadline_s, retry=True)
+        return reply.verdicts
+
+    return judge
+
+
+async def score(judge: Judge, partial: float, items: Sequence[tuple[Task, str]], deadline_s: float) -> list[Score]:
+    """Judges (task, completion text) pairs, in order; `partial` is reward.partial. Raises what `judge` raises."""
     answers = [build_program(task, text) for task, text in items]
     programs: dict[str, m.Program] = {}
     ids: list[str] = []
@@ -49,33 +64,41 @@ async def score(ctx: ActorContext, config: Config, items: Sequence[tuple[Task, s
         programs[request_id] = m.Program(request_id, answer, task.tests, task.hidden_tests)
     verdicts: dict[str, Verdict] = {}
     if programs:
-        reply = await ctx.ref("broker").ask(
-            m.ScorePrograms(programs=tuple(programs.values()), deadline_s=deadline_s), deadline_s=deadline_s, retry=True
-        )
-        verdicts = dict(zip(programs, reply.verdicts, strict=True))
-    return [_score(config, answer, verdicts.get(request_id)) for answer, request_id in zip(answers, ids, strict=True)]
+        verdicts = dict(zip(programs, await judge(list(programs.values()), deadline_s), strict=True))
+    return [_score(partial, answer, verdicts.get(request_id)) for answer, request_id in zip(answers, ids, strict=True)]
 
 
-def _score(config: Config, answer: str | MalformedAnswer, verdict: Verdict | None) -> Score:
+def _score(partial: float, answer: str | MalformedAnswer, verdict: Verdict | None) -> Score:
     if isinstance(answer, MalformedAnswer):
         return Score(0.0, False, "", answer.reason, None)
     if verdict is None:
         raise AssertionError("a program was sent and no verdict came back")
-    reward = reward_of(verdict.state, verdict.passed, verdict.total, partial=config.reward.partial)
+    reward = reward_of(verdict.state, verdict.passed, verdict.total, partial=partial)
     return Score(reward, verdict.resolved, answer, "", verdict)
 
 
-def to_sample(lease: int, task: Task, text: str, scored: Score, versions: tuple[int, int]) -> m.Sample:
-    """What people read of one judged completion."""
-    return m.Sample(
-        lease=lease,
-        prompt_id=task.id,
+def to_sample(
+    task: Task, text: str, scored: Score, *, step: int, lease: int, sample: int, versions: tuple[int, ...]
+) -> RolloutSample:
+    """What people read of one judged completion. `lease` -1: an evaluation's, which is no lease."""
+    verdict = scored.verdict
+    return RolloutSample(
+        step=step,
+        lease=str(lease) if lease >= 0 else "evaluation",
+        task=task.id,
+        sample=sample,
+        split=task.split,
         prompt=task.prompt,
         completion=text,
-        program=scored.program,
-        reward=scored.reward if scored.reward is not None else 0.0,
-        valid=scored.reward is not None,
-        verdict=scored.verdict,
-        malformed=scored.malformed,
+        program=scored.program or None,
+        verdict=verdict.state if verdict else "malformed",
+        reward=scored.reward,
+        tests=tuple(TestLine(name=t.name, outcome=t.outcome, hidden=t.hidden, message=t.message) for t in verdict.tests)
+        if verdict
+        else (),
+        error=(verdict.error or "") if verdict else scored.malformed,
+        stdout=verdict.stdout if verdict else "",
+        stderr=verdict.stderr if verdict else "",
         versions=versions,
+        seconds=verdict.seconds if verdict else None,
     )

@@ -53,7 +53,7 @@ class WeightSynchronizer:
 
     def current(self) -> Weights | NoWeights:
         """What an engine that starts now has to load."""
-        return Weights(self._publisher.manifest, self._current) if self._current else NoWeights()
+        return Weights(self._current) if self._current else NoWeights()
 
     def write(self, version: int, write: WriteWeights) -> WeightRef:
         """Fills the free slot (called in the compute thread: it copies the whole model) and seals it with checksums."""
@@ -63,7 +63,7 @@ class WeightSynchronizer:
     async def sync_weights(self, ref: WeightRef) -> list[str]:
         """Returns the members that failed and were left out. Raises WeightSyncFailed when none acknowledged `ref.version`."""
         previous, self._current = self._current, ref
-        message = UpdateWeights(manifest=self._publisher.manifest, ref=ref)
+        message = UpdateWeights(ref=ref)
         replies = await asyncio.gather(
             *(self._ctx.ref(name).ask(message, deadline_s=self._timeout_s, retry=True) for name in self._members),
             return_exceptions=True,
@@ -83,6 +83,7 @@ class WeightSynchronizer:
             )
         if previous is not None:
             self._publisher.release(previous.version)
+        self._publisher.drop_predecessors()
         self._stale = False
         return failed
 

@@ -1,0 +1,253 @@
+"""Runs a node agent for `up`, `resume` and `--role`: starts role processes, shows what they do, ends the run and writes its summary.
+
+Promises that whatever happens no process, socket or shared memory is left behind, and that the first cause of a failure is printed
+last. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import uvloop
+from rich.console import Console
+
+from dockyard_actors.config import Config, from_resolved, resolved
+from dockyard_actors.observe.live import LiveView, final_report
+from dockyard_actors.observe.logs import setup_logging
+from dockyard_actors.observe.rundir import RunDir
+from dockyard_actors.report import snapshot_of, summarise
+from dockyard_actors.roles.build import name_of
+from dockyard_actors.roles.main import RUN_DESK
+from dockyard_actors.roles.messages import AskRun, AskStatus, RunIs, StatusIs, StopRun
+from dockyard_actors.runtime.actor import Actor
+from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
+from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.supervision import Failure, ProcessSpec, RestartPolicy
+from dockyard_actors.transport.fdserver import FdServer
+from dockyard_actors.transport.tensors import host_id
+
+log = logging.getLogger(__name__)
+
+ALL_ROLES = ("controller", "buffer", "broker", "trainer", "rollout")
+ROLE_OF = {
+    "trainer": "trainer",
+    "inference": "rollout",
+    "sandbox": "broker",
+    "buffer": "buffer",
+    "controller": "controller",
+}
+STOP_ORDER = ("broker", "rollout", "trainer", "buffer", "controller")  # sandboxes first, the ledger last
+EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
+STATUS_S = 2.0  # the view is redrawn without news rather than waiting longer for it
+
+
+class RunDesk(Actor):
+    """Tells every process that joins what the run is."""
+
+    def __init__(self, run: RunIs):
+        self.run = run
+
+    async def ask_run(self, msg: AskRun) -> RunIs:
+        return self.run
+
+
+def spec_of(role: str, index: int, config: Config, logs: Path) -> ProcessSpec:
+    policy = config.supervision
+    name = name_of(role, index)
+    return ProcessSpec(
+        name=name,
+        argv=[sys.executable, "-m", "dockyard_actors.roles.main", role, str(index)],
+        env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+        policy=RestartPolicy(policy.max_restarts, policy.window_s, policy.backoff_s, policy.backoff_max_s),
+        log_path=logs / f"{name}.log",
+        stop_grace_s=policy.stop_grace_s,
+        start_grace_s=policy.start_timeout_s,
+    )
+
+
+def launch(config: Config, run_dir: RunDir, roles: tuple[str, ...], listen: str = "") -> int:
+    """Starts the primary agent with `roles` and returns the exit code when the run has ended."""
+    logs = setup_logging("agent", run_dir.logs, level=config.observe.log_level)
+    try:
+        run_dir.write_text(run_dir.config.name, resolved(config))
+        return uvloop.run(Run(config, run_dir, roles, listen).main())
+    finally:
+        logs.close()
+
+
+class Run:
+    """One run from the primary agent's side."""
+
+    def __init__(self, config: Config, run_dir: RunDir, roles: tuple[str, ...], listen: str):
+        self.config = config
+        self.run_dir = run_dir
+        self.roles = roles
+        self.console = Console()
+        self.listen = listen
+        self.status: StatusIs | None = None
+        self.warnings: list[str] = []
+        self.signals = 0
+        self.signalled = asyncio.Event()
+        self.training_since: tuple[float, int] | None = None
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+        policy = self.config.supervision
+        settings = AgentConfig(hang_s=policy.hang_s, start_grace_s=policy.start_timeout_s, listen=self.listen)
+        restarts: dict[str, int] = {}
+        async with NodeAgent(settings) as agent:
+            server = FdServer(agent.runtime_dir)
+            await server.start()
+            try:
+                await agent.system.start(RunDesk(self._run_is(server)), RUN_DESK)
+                for role in self.roles:
+                    for index in range(self.config.rollout.count if role == "rollout" else 1):
+                        await agent.spawn(spec_of(role, index, self.config, self.run_dir.logs))
+                if len(self.roles) < len(ALL_ROLES):
+                    self.console.print(f"rendezvous: {agent.rendezvous}", soft_wrap=True)
+                    self.console.print(f"run directory: {self.run_dir.path}", soft_wrap=True)
+                outcome, cause = await self._watch(agent)
+                restarts = {p.name: p.restarts for p in agent.processes()}
+                await self._stop(agent, hurry=self.signals > 1)
+            finally:
+                await server.close()
+        summary, examples = summarise(self.config, self.run_dir, outcome, cause, self.status, restarts, self._wall_s())
+        final_report(self.console, summary, examples, run_dir=self.run_dir.path, plot=self.run_dir.plot)
+        return EXIT[summary.status]
+
+    def _run_is(self, server: FdServer) -> RunIs:
+        return RunIs(
+            run_id=self.run_dir.id,
+            run_dir=str(self.run_dir.path),
+            session=secrets.token_hex(8),
+            config=self.run_dir.config.read_text(),
+            fd_path=str(server.path),
+            host_id=host_id(),
+        )
+
+    def _wall_s(self) -> float:
+        return time.time() - psutil.Process().create_time()
+
+    def _on_signal(self) -> None:
+        self.signals += 1
+        self.signalled.set()
+
+    async def _watch(self, agent: NodeAgent) -> tuple[str, str | None]:
+        """Draws until the run finishes, a process fails for good, or somebody interrupts. Returns (status, cause)."""
+        failed = asyncio.ensure_future(agent.wait_failed())
+        drain: asyncio.Task[None] | None = None
+        try:
+            with LiveView(self.console) as view:
+                while True:
+                    await self._refresh(agent)
+                    view.update(snapshot_of(self.config, self.run_dir, self.status, agent.processes(), self._eta()))
+                    if failed.done():
+                        return "failed", str(failed.result())
+                    if self.status is not None and self.status.finished:
+                        cause = "stopped by a signal" if self.status.finished == "interrupted" else None
+                        return self.status.finished, cause
+                    if self.signals and drain is None:
+                        drain = asyncio.ensure_future(self._drain(agent))
+                    if self.signals > 1:
+                        return "interrupted", "stopped at once by a second signal"
+                    if drain is not None and drain.done():
+                        return (
+                            "interrupted",
+                            f"not drained within supervision.drain_s = {self.config.supervision.drain_s:.0f} s",
+                        )
+                    self.signalled.clear()
+                    await _first(failed, self.signalled.wait(), timeout_s=self.config.observe.refresh_s)
+        finally:
+            failed.cancel()
+            if drain is not None:
+                drain.cancel()
+
+    async def _refresh(self, agent: NodeAgent) -> None:
+        try:
+            self.status = await agent.system.ref("controller").ask(AskStatus(), deadline_s=STATUS_S)
+        except ActorError as error:
+            log.debug("no status: %s", error)
+
+    async def _drain(self, agent: NodeAgent) -> None:
+        """Asks the run to stop and gives it `drain_s`; the watch loop sees when it has."""
+        limit = self.config.supervision.drain_s
+        try:
+            await agent.system.ref("controller").ask(StopRun(reason="signal"), deadline_s=limit, retry=True)
+        except ActorError as error:
+            log.warning("could not ask the run to stop: %s", error)
+            return
+        await asyncio.sleep(limit)
+
+    async def _stop(self, agent: NodeAgent, hurry: bool) -> None:
+        """Ends the processes in order. The ledger is last, so that it sees everything end."""
+        running = [process.name for process in agent.processes()]
+        for role in STOP_ORDER:
+            names = [name for name in running if name == role or name.startswith(f"{role}-")]
+            await asyncio.gather(*(agent.stop(name, 0.0 if hurry else None) for name in names))
+
+    def _eta(self) -> float | None:
+        if self.status is None or self.status.phase != "training":
+            return None
+        now = time.monotonic()
+        if self.training_since is None:
+            self.training_since = (now, self.status.step)
+        since, first = self.training_since
+        done = self.status.step - first
+        return (now - since) / done * (self.config.grpo.max_num_steps - self.status.step) if done > 0 else None
+
+
+async def _first(future: asyncio.Future[Failure], *others: object, timeout_s: float) -> None:
+    """Returns when any is done or the time is up; the others are cancelled, `future` is not."""
+    tasks = [asyncio.ensure_future(other) for other in others]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait([future, *tasks], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def join(role: str, index: int, rendezvous: str, key_file: Path | None = None) -> int:
+    """Starts a secondary agent with one role, which joins the run at `rendezvous`. Returns the exit code when it has ended."""
+    setup_logging(f"agent-{role}-{index}", None, stderr=True)
+    return uvloop.run(_join(ROLE_OF[role], index, rendezvous, key_file))
+
+
+async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -> int:
+    name = name_of(role, index)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        async with NodeAgent(AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file)) as agent:
+            run = await agent.system.ref(RUN_DESK).ask(AskRun(), deadline_s=STATUS_S * 5, retry=True)
+            if run.host_id != host_id():
+                log.error(
+                    "the run's shared memory is on host %s, this is %s: roles of one run share a host for now",
+                    run.host_id,
+                    host_id(),
+                )
+                return 1
+            config = from_resolved(run.config)
+            await agent.spawn(spec_of(role, index, config, Path(run.run_dir) / "logs"))
+            log.info("%s joined run %s", name, run.run_id)
+            waits = [asyncio.ensure_future(w) for w in (agent.wait_failed(), agent.wait_shutdown(), stop.wait())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            failure = waits[0].result() if waits[0].done() else None
+            for wait in waits:
+                wait.cancel()
+            if failure is None:
+                return 0
+    except (ActorError, OSError, ValueError) as error:
+        log.error("could not join %s: %s", rendezvous, error)
+        return 1
+    print(failure, file=sys.stderr)
+    return 1

@@ -1,0 +1,123 @@
+"""What a configuration would start: processes, memory, transports. Loads no model and imports no torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dockyard_actors.config import Config
+from dockyard_actors.tasks.types import TaskSet
+
+MIB = 1 << 20
+# Resident memory measured on the development machine: interpreter with the role's imports, model not counted.
+BASE_MIB = {"controller": 90, "buffer": 60, "broker": 60, "executor": 60, "trainer": 420, "rollout": 420, "agent": 80}
+PARAMETERS = {"smollm2-135m": 134_515_008, "tiny": 230_000}
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def parameters(source: str) -> int | None:
+    """Parameter count of a known model, or an estimate from the size of a model directory's weight files; None when unknown."""
+    if source in PARAMETERS:
+        return PARAMETERS[source]
+    files = list(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
+    return sum(file.stat().st_size for file in files) // 2 if files else None
+
+
+def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
+    """The plan as plain data; `problems` lists what this machine lacks for it."""
+    n = parameters(config.model.source)
+    arena = config.data_plane.blocks * config.data_plane.block_bytes
+    weights = 2 * n * BYTES[config.weight_sync.dtype] if n else None
+    processes: list[dict[str, Any]] = [
+        {
+            "name": "agent",
+            "what": "parent of all roles, registry, holder of shared memory",
+            "memory_mib": BASE_MIB["agent"],
+        },
+        {"name": "controller", "what": "ledger, staleness budget, metrics", "memory_mib": BASE_MIB["controller"]},
+        {"name": "buffer", "what": "finished groups", "memory_mib": BASE_MIB["buffer"]},
+        {"name": "broker", "what": "verdicts, parent of the executor", "memory_mib": BASE_MIB["broker"]},
+        {
+            "name": "executor",
+            "what": f"{config.sandbox.workers} sandbox workers, {config.sandbox.memory_mib} MiB a program",
+            "memory_mib": BASE_MIB["executor"] + config.sandbox.workers * config.sandbox.memory_mib,
+        },
+        {
+            "name": "trainer",
+            "what": f"{config.model.source}, fp32 weights, gradient and Adam state, {config.policy.threads} threads",
+            "memory_mib": BASE_MIB["trainer"] + (16 * n // MIB if n else 0),
+        },
+    ]
+    for index in range(config.rollout.count):
+        processes.append(
+            {
+                "name": f"rollout-{index}",
+                "what": f"{config.generation.engine} engine, {config.generation.dtype}, {config.generation.threads} threads",
+                "memory_mib": BASE_MIB["rollout"] + (n * BYTES[config.generation.dtype] // MIB if n else 0),
+            }
+        )
+    total = sum(p["memory_mib"] for p in processes) + (arena * config.rollout.count + (weights or 0)) // MIB
+    problems: list[str] = []
+    available = psutil.virtual_memory().available // MIB
+    if total > available:
+        problems.append(f"memory: about {total} MiB are needed, {available} MiB are available")
+    if n is None:
+        problems.append(
+            f"model.source: {config.model.source!r} is neither smollm2-135m, nor tiny, nor a directory with *.safetensors files"
+        )
+    free = shutil.disk_usage(os.getcwd()).free // MIB
+    checkpoint = 12 * n // MIB if n else 0
+    if checkpoint * (config.checkpoint.keep + 1) > free:
+        problems.append(f"disk: {config.checkpoint.keep + 1} checkpoints of {checkpoint} MiB do not fit in {free} MiB")
+    return {
+        "mode": config.grpo.mode,
+        "steps": config.grpo.max_num_steps,
+        "groups_per_step": config.grpo.num_prompts_per_step,
+        "samples_per_group": config.grpo.num_generations_per_prompt,
+        "max_age": config.max_age,
+        "correction": config.correction.kind if config.loss.kind != "m2po" else "m2po",
+        "tasks": {
+            "source": tasks.source,
+            "train": len(tasks.train),
+            "heldout": len(tasks.heldout),
+            "sha": tasks.sha[:12],
+        },
+        "notes": list(tasks.notes),
+        "processes": processes,
+        "memory_mib": {
+            "total": total,
+            "available": available,
+            "slabs": arena * config.rollout.count // MIB,
+            "weights": (weights or 0) // MIB,
+        },
+        "transports": {
+            "control": "zmq over ipc",
+            "data": f"memfd slab, {config.data_plane.blocks} blocks of {config.data_plane.block_bytes // 1024} KiB a rollout",
+            "weights": f"shared memory, two slots of {config.weight_sync.dtype}, because trainer and engines share this host",
+        },
+        "checkpoint_mib": checkpoint,
+        "cores": os.cpu_count(),
+        "problems": problems,
+    }
+
+
+def render_plan(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['mode']}: {report['steps']} steps of {report['groups_per_step']} prompts × {report['samples_per_group']} samples, "
+        f"age at most {report['max_age']}, correction {report['correction']}",
+        f"tasks: {report['tasks']['source']}, {report['tasks']['train']} train, {report['tasks']['heldout']} held out",
+        *(f"note: {note}" for note in report["notes"]),
+        "processes:",
+        *(f"  {p['name']:12} ~{p['memory_mib']:6} MiB  {p['what']}" for p in report["processes"]),
+        "transports:",
+        *(f"  {name:12} {what}" for name, what in report["transports"].items()),
+        f"memory: about {report['memory_mib']['total']} MiB of {report['memory_mib']['available']} MiB available; "
+        f"a checkpoint takes {report['checkpoint_mib']} MiB; {report['cores']} cores",
+        *(f"PROBLEM: {problem}" for problem in report["problems"]),
+        "ok" if not report["problems"] else "not ok",
+    ]
+    return "\n".join(lines)
