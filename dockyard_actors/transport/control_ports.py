@@ -164,6 +164,8 @@ class Outbox:
                 f"an envelope of {len(envelope)} bytes exceeds max_frame_bytes={self.config.max_frame_bytes}: "
                 "tensors and other bulk go over the data plane"
             )
+        if self.envelopes and self.size + len(envelope) + 4 * len(self.envelopes) > self.config.max_frame_bytes - 64:
+            self.seal()  # what is there and this one do not fit into one frame
         self.size += len(envelope)
         self.envelopes.append(envelope)
         if self.size >= self.config.frame_bytes or len(self.envelopes) >= self.config.frame_envelopes:
@@ -171,12 +173,6 @@ class Outbox:
 
     def seal(self) -> None:
         if self.envelopes:
-            if self.size > self.config.max_frame_bytes - 64 - 4 * len(
-                self.envelopes
-            ):  # the last one was large: on its own
-                last = self.envelopes.pop()
-                self.frames.append((pack(self.envelopes), len(self.envelopes)))
-                self.envelopes = [last]
             self.frames.append((pack(self.envelopes), len(self.envelopes)))
             self.envelopes = []
             self.size = 0
