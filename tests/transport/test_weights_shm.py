@@ -219,6 +219,16 @@ def test_weights_survive_the_trainer_and_its_restart_replaces_them(
         reader.open(old)
 
 
+def test_a_living_publisher_is_nobodys_predecessor(
+    server: FdServer, publisher: WeightPublisher, reader: WeightReader
+) -> None:
+    ref = publish(publisher, 1)
+    other = WeightPublisher(FdClient(server.path), publisher.manifest)
+    assert other.drop_predecessors() == 0
+    assert same(reader.open(ref, verify=True), 1, WEIGHTS)
+    other.close()
+
+
 def test_a_trainer_killed_while_writing_leaves_the_version_before(
     server: FdServer, reader: WeightReader, start: Callable[[], Peer]
 ) -> None:
