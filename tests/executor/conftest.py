@@ -92,13 +92,19 @@ class Executor:
         assert status == 200, (status, verdict)
         return verdict
 
-    def stop(self) -> int:
-        """SIGTERM; the exit status. Nothing may be left."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    def ended(self, by: int = signal.SIGTERM) -> int:
+        """The exit status after the signal (0: none is sent), with the whole log in `lines`."""
+        if by and self.process.poll() is None:
+            self.process.send_signal(by)
         assert self.process.stderr is not None
         self.lines += self.process.stderr.readlines()
         status = self.process.wait(30)
+        return status
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status. Nothing may be left."""
+        status = self.ended() if self.process.returncode is None else self.process.returncode
+        assert self.process.stderr is not None
         self.process.stderr.close()
         assert not self.socket.exists()
         assert processes_of(self.uids) == []
@@ -107,12 +113,17 @@ class Executor:
 
 
 def processes_of(uids: range) -> list[int]:
+    """Living processes of these uids (an orphan that is dead waits for init, which is nobody's here)."""
     found = []
     for path in Path("/proc").iterdir():
         try:
-            if path.name.isdigit() and path.stat().st_uid in uids:
+            if (
+                path.name.isdigit()
+                and path.stat().st_uid in uids
+                and path.joinpath("stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+            ):
                 found.append(int(path.name))
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue  # ended while we looked
     return found
 

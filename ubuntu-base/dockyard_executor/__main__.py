@@ -15,7 +15,7 @@ from aiohttp import web
 
 from dockyard_executor.app import make_app
 from dockyard_executor.config import ConfigError, ExecutorConfig, from_env
-from dockyard_executor.isolation import set_parent_death_signal
+from dockyard_executor.isolation import become_subreaper, set_parent_death_signal
 from dockyard_executor.service import CannotIsolate, Service
 from dockyard_executor.worker import WorkerDied
 
@@ -54,19 +54,29 @@ async def serve(config: ExecutorConfig) -> None:
     await service.start()
     # handlers are left their time to answer the last long-polls after the drain
     runner = web.AppRunner(make_app(service), access_log=None, shutdown_timeout=config.drain_s)
+    bound = False
     try:
         await runner.setup()
-        await _listen(runner, config).start()
+        site = _listen(runner, config)
+        bound = True
+        await site.start()
         log.info("listening on %s: %d workers, isolation %s", config.address, config.workers, service.isolation)
         await stop.wait()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, os._exit, 128 + number)  # a second signal ends at once; workers die with us
+            loop.add_signal_handler(number, _end_at_once, config, 128 + number)
         log.info("draining: %d queued, %d running", service.queued, service.running)
     finally:
         await service.stop()
         await runner.cleanup()
-        if config.socket is not None:
+        if bound and config.socket is not None:  # else it may be another executor's
             config.socket.unlink(missing_ok=True)
+
+
+def _end_at_once(config: ExecutorConfig, status: int) -> None:
+    """A second signal: workers and programs die with this process, so only the socket is left to remove."""
+    if config.socket is not None:
+        config.socket.unlink(missing_ok=True)
+    os._exit(status)
 
 
 def _listen(runner: web.AppRunner, config: ExecutorConfig) -> web.BaseSite:
@@ -108,6 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if config.parent_pid:
             set_parent_death_signal(config.parent_pid)
+        become_subreaper()
         asyncio.run(serve(config))
     except CannotIsolate as error:
         print(f"dockyard_executor: {error}", file=sys.stderr)

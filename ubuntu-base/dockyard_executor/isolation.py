@@ -137,14 +137,15 @@ def _switch_uid(uid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
+class _SockFprog(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+
 def _install_seccomp(pid: int) -> None:
     program = syscalls.program_filter(pid)
     buffer = ctypes.create_string_buffer(program, len(program))
 
-    class SockFprog(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
-
-    prog = SockFprog(len(program) // 8, ctypes.addressof(buffer))
+    prog = _SockFprog(len(program) // 8, ctypes.addressof(buffer))
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(prog), 0, 0), "prctl(PR_SET_SECCOMP)")
 
 

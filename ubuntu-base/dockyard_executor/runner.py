@@ -82,7 +82,6 @@ def run(commands: int, events: int, value_bytes: int) -> NoReturn:
         program = frame(commands, read)
         module = types.ModuleType("program")
         module.__dict__["__builtins__"] = builtins
-        forget_the_executor()
         sys.modules["program"] = module
         random.seed(0)  # a verdict is a function of the program
     except base_exception:
@@ -156,9 +155,3 @@ def run(commands: int, events: int, value_bytes: int) -> NoReturn:
     except base_exception:
         give_up()
     exit_now(0)
-
-
-def forget_the_executor() -> None:
-    """Takes this package out of what a program finds by name."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("dockyard_executor", "__main__")]:
-        del sys.modules[name]

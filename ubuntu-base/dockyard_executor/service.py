@@ -76,7 +76,8 @@ class Service:
 
     def __init__(self, config: ExecutorConfig) -> None:
         self.config = config
-        self.workers = [Worker(config, slot) for slot in range(config.workers)]
+        fork_servers: set[int] = set()
+        self.workers = [Worker(config, slot, fork_servers) for slot in range(config.workers)]
         self.counts: Counter[str] = Counter()
         self._tasks: dict[str, Task] = {}
         self._by_request: dict[str, Task] = {}
@@ -197,6 +198,7 @@ class Service:
         while True:
             while not worker.alive:
                 try:
+                    await worker.kill()  # it may have ended by itself: reap it and what it left
                     await worker.start()
                 except (WorkerDied, OSError) as error:  # OSError: out of processes or descriptors for the moment
                     log.error("%s; trying again in %g s", error, self.config.worker_backoff_s)

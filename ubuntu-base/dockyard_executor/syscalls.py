@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
+from functools import cache
 
 # name, number on x86_64, number on aarch64 (None where the call does not exist)
 ALLOWED: tuple[tuple[str, int | None, int | None], ...] = (
@@ -134,8 +135,10 @@ _FCNTL = (0, 1, 2, 3, 4, 1030, 1032)  # dup, descriptor and status flags; not ow
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # isatty, window size, FIONREAD, FIONBIO, close-on-exec
 _SIGKILL = 9
 _RLIMIT_AS = 9
+_PID = 0x7EDCBA98  # above any process id, equal to nothing else in the program
 
-_LD, _JEQ, _JSET, _RET = 0x20, 0x15, 0x45, 0x06
+_LD, _RET = 0x20, 0x06
+_JA, _JEQ, _JGT, _JGE, _JSET = 0x05, 0x15, 0x25, 0x35, 0x45
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH = 0, 4
 
@@ -202,6 +205,13 @@ def _own_limits(pid: int) -> list[bytes]:
 
 def program_filter(pid: int) -> bytes:
     """The BPF program for a task whose process id is `pid`. Raises OSError on an unknown processor."""
+    return _template().replace(struct.pack("=I", _PID), struct.pack("=I", pid))
+
+
+@cache
+def _template() -> bytes:
+    """The program with _PID for the process id: built once, patched in each fork."""
+    pid = _PID
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call table for {machine}")
@@ -230,18 +240,36 @@ def program_filter(pid: int) -> bytes:
             [_low(4), _instruction(_JEQ, 0, 0, 3), _high(4), _instruction(_JEQ, 0, 0, 1), _ret_allow, _ret_eperm],
         ),
     ]
-    numbers = [n for _, x86_64, aarch64 in ALLOWED if (n := (x86_64, aarch64)[column - 1]) is not None]
+    allowed = sorted(n for _, x86_64, aarch64 in ALLOWED if (n := (x86_64, aarch64)[column - 1]) is not None)
+    ranges: list[tuple[int, int, list[bytes]]] = [(n, n, body) for n, body in checks]
+    for n in allowed:
+        if ranges and ranges[-1][1] == n - 1 and ranges[-1][2] == [_ret_allow]:
+            ranges[-1] = (ranges[-1][0], n, [_ret_allow])
+        else:
+            ranges.append((n, n, [_ret_allow]))
     steps = [
         _instruction(_LD, _ARCH),
         _instruction(_JEQ, arch, 1, 0),
         _instruction(_RET, _KILL),
         _instruction(_LD, _NR),
+        *_search(sorted(ranges, key=lambda entry: entry[0])),
     ]
-    steps += [_instruction(_JEQ, n, len(numbers) - index, 0) for index, n in enumerate(numbers)]
-    steps.append(_instruction(0x05, 1))  # over the allow
-    steps.append(_ret_allow)
-    for n, body in checks:
-        steps.append(_instruction(_JEQ, n, 0, len(body)))
-        steps += body
-    steps.append(_ret_eperm)
     return b"".join(steps)
+
+
+def _search(entries: list[tuple[int, int, list[bytes]]]) -> list[bytes]:
+    """Binary search for the call's number. The kernel runs a new filter once for each call there is: a list would cost
+    every fork several times as much."""
+    if len(entries) > 2:
+        middle = len(entries) // 2
+        left, right = _search(entries[:middle]), _search(entries[middle:])
+        if len(left) <= 255:
+            return [_instruction(_JGE, entries[middle][0], len(left), 0), *left, *right]
+        return [_instruction(_JGE, entries[middle][0], 0, 1), _instruction(_JA, len(left)), *left, *right]
+    steps = []
+    for first, last, body in entries:
+        if first == last:
+            steps += [_instruction(_JEQ, first, 0, len(body)), *body]
+        else:
+            steps += [_instruction(_JGE, first, 0, len(body) + 1), _instruction(_JGT, last, len(body), 0), *body]
+    return [*steps, _ret_eperm]

@@ -21,9 +21,9 @@ def _refuse(value: object) -> object:
 
 
 # The C encoder made ahead: json.dumps looks up isinstance and itself at each call, where a program may have put others.
-_c_encode = json.encoder.c_make_encoder(
+_c_encode = vars(json.encoder)["c_make_encoder"](
     None, _refuse, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
-)  # type: ignore[attr-defined]
+)
 
 
 class NotPlain(Exception):

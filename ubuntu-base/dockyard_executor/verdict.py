@@ -26,6 +26,8 @@ OPAQUE = "opaque"  # not an outcome of the API: the value was not plain, the tes
 class Test:
     """One test of a request; `name` as in the result, `source` a Python statement."""
 
+    __test__ = False  # not a test case of pytest
+
     name: str
     source: str
     hidden: bool

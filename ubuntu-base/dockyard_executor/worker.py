@@ -21,6 +21,7 @@ from pathlib import Path
 
 from dockyard_executor.config import ExecutorConfig
 from dockyard_executor.verdict import Run
+from dockyard_executor.zygote import children_of
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from dockyard_executor.zygote import main; main(sys.argv[2:])"
 # All that a program can see of an environment. One malloc arena: others reserve address space by the 64 MiB.
@@ -41,9 +42,11 @@ class WorkerDied(RuntimeError):
 class Worker:
     """One fork server, for one run at a time. `slot` chooses its uid."""
 
-    def __init__(self, config: ExecutorConfig, slot: int) -> None:
+    def __init__(self, config: ExecutorConfig, slot: int, fork_servers: set[int]) -> None:
+        """`fork_servers`: process ids of all of this executor's, kept up to date here."""
         self.config = config
         self.slot = slot
+        self._fork_servers = fork_servers
         self.level = ""
         self.isolated = False
         self.remedy = ""
@@ -90,6 +93,7 @@ class Worker:
                 env=_ENVIRONMENT,
                 pass_fds=numbers,
             )
+        self._fork_servers.add(self._process.pid)
         self._reader, self._control = await asyncio.open_unix_connection(sock=control)
         _, self._secrets = await asyncio.open_unix_connection(sock=tests)
         try:
@@ -145,22 +149,37 @@ class Worker:
         self._forget()
 
     async def kill(self) -> None:
-        """SIGKILL; its running program dies with it (parent death signal)."""
+        """SIGKILL; its running program dies with it (parent death signal) and is reaped here."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             await _ended_within(self._process, None)
+            self._fork_servers.discard(self._process.pid)
+            reap_orphans(self._fork_servers)
         for writer in (self._control, self._secrets):
             if writer is not None:
                 writer.close()
         self._forget()
 
     def _forget(self) -> None:
+        if self._process is not None:
+            self._fork_servers.discard(self._process.pid)
         self._process = self._reader = self._control = self._secrets = None
 
     async def _receive(self) -> bytes:
         assert self._reader is not None
         (size,) = struct.unpack("=I", await self._reader.readexactly(4))
         return await self._reader.readexactly(size)
+
+
+def reap_orphans(expected: set[int]) -> None:
+    """Ends and reaps children of this process that are not `expected`: what a lost fork server left.
+
+    This process is their reaper (it is a subreaper, or the first process of a container).
+    """
+    for pid in children_of(os.getpid()):
+        if pid not in expected:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _frame(data: bytes) -> tuple[bytes, bytes]:
