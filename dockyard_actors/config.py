@@ -86,7 +86,7 @@ class WarmupConfig(Section):
     steps: int = Field(default=0, ge=0)
     batch_size: int = Field(default=32, ge=1)
     lr: float = Field(default=3e-3, gt=0)
-    threads: int = Field(default=2, ge=1)  # nothing else computes during the warm-up
+    threads: int = Field(default=1, ge=1)  # a second one gains a tiny model nothing and loses much on shared cores
 
 
 class EvalConfig(Section):

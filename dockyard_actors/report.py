@@ -35,6 +35,11 @@ def _facts(status: StatusIs | None) -> dict[str, str]:
     return {key: value for role in status.roles.values() for key, value in role.facts.items()} if status else {}
 
 
+def _count(status: StatusIs, name: str) -> int | None:
+    trainer = status.roles.get("trainer")
+    return int(trainer.counters[name]) if trainer and name in trainer.counters else None
+
+
 def snapshot_of(
     config: Config, run_dir: RunDir, status: StatusIs | None, processes: Sequence[ProcessInfo], eta_s: float | None
 ) -> Snapshot:
@@ -85,6 +90,8 @@ def snapshot_of(
         groups_buffered=buffered,
         roles=tuple(roles),
         eta_s=eta_s,
+        phase_done=_count(status, "phase_done"),
+        phase_total=_count(status, "phase_total"),
         warnings=status.warnings,
     )
 

@@ -56,12 +56,12 @@ class GroupRows:
 class Segment:
     """Tokens [start, end) of a packed row: one prompt, then completions that see the prompt and themselves only.
 
-    seen: (end-start, end-start) bool, row attends to column.
+    barrier: (end-start, end-start) float32, added to attention scores: 0 where row sees column, -inf elsewhere.
     """
 
     start: int
     end: int
-    seen: torch.Tensor
+    barrier: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,8 @@ def _pack(pieces: list[_Piece]) -> MicroBatch:
             row.append(np.full(n, piece.first_row - first_row + k))
             column.append(np.arange(n))
             at += n
-        segments.append(Segment(start, start + piece.size, seen))
+        barrier = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        segments.append(Segment(start, start + piece.size, barrier))
         start += piece.size
     return MicroBatch(
         first_row=first_row,

@@ -35,10 +35,11 @@ class Broker(Actor):
         health = await self.client.health()
         log.info("executor pid %s: isolation %s, %d workers", self.executor.pid, health.isolation, health.workers)
         self.isolation = self.report.facts["isolation"] = health.isolation
-        self.ctx.spawn(self._keep_alive(), name="keep executor alive")
+        self._keeper = self.ctx.spawn(self._keep_alive(), name="keep executor alive")
         self.report(f"executor pid {self.executor.pid}, isolation {self.isolation}")
 
     async def on_stop(self) -> None:
+        self._keeper.cancel()
         await self.client.close()
         await self.executor.stop()
 

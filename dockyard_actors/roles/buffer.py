@@ -49,6 +49,8 @@ class Buffer(Actor):
         await self._reconcile()
 
     async def on_death(self, death: Death) -> None:
+        if death.clean:
+            return
         log.warning(
             "trainer died (%s); groups it had taken are ready again unless the journal closed them", death.cause
         )

@@ -84,6 +84,8 @@ class Controller(Actor):
     async def on_death(self, death: Death) -> None:
         holder = f"{death.name}#{death.incarnation}"
         lost = self.ledger.held_by(holder)
+        if death.clean and not lost:
+            return
         self._record(*(Freed(lease.id, "holder_died") for lease in lost))
         self.metrics.event("death", f"{holder}: {death.cause}", leases=len(lost))
         log.warning("%s died (%s); its %d leases will be handed out again", holder, death.cause, len(lost))

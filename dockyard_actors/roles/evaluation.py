@@ -69,11 +69,13 @@ def _generate(engine: Engine, tasks: list[Task], n: int, sampling: SamplingConfi
     ]
     outputs = [GroupOutput.allocate(n, sampling.max_new_tokens) for _ in tasks]
     engine.generate(requests, outputs, sampling)
-    return [
-        engine.tokenizer.decode(row[:length].tolist())
-        for output in outputs
-        for row, length in zip(output.tokens, output.lengths, strict=True)
-    ]
+    return [text for output in outputs for text in decode(engine, output.tokens, output.lengths)]
+
+
+def decode(engine: Engine, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:
+    """Texts of tokens (n, S) with lengths (n,), without end-of-sequence and other special tokens."""
+    rows = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    return engine.tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def _summarise(tasks: list[Task], n: int, scores: list[Score], texts: list[str], msg: m.Evaluate) -> m.Evaluated:

@@ -11,6 +11,7 @@ from dockyard_actors.runtime.errors import ActorError
 
 log = logging.getLogger(__name__)
 EVERY_S = 1.0  # a person reads this; faster would only cost
+PATIENCE_S = 60.0  # a controller that starts or restarts; nothing depends on a report
 
 
 class Reporter:
@@ -43,9 +44,11 @@ class Reporter:
         )
 
     async def _tell(self) -> None:
+        controller = self._actor.ctx.ref("controller")
         while True:
             try:
-                await self._actor.ctx.ref("controller").tell(self.message())
+                # An ask, so that the first one waits for the controller to come up and none goes to a dead one.
+                await controller.ask(self.message(), deadline_s=PATIENCE_S, retry=True)
             except ActorError as error:
                 log.debug("nobody to report to: %s", error)
             await asyncio.sleep(EVERY_S)

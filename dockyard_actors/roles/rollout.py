@@ -15,7 +15,7 @@ from dockyard_actors.config import Config
 from dockyard_actors.engines.base import Engine, GroupOutput, GroupRequest, GroupResult, SamplingConfig
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.engine_seat import EngineSeat
-from dockyard_actors.roles.evaluation import evaluate
+from dockyard_actors.roles.evaluation import decode, evaluate
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.scoring import Score, broker_judge, score, to_sample
@@ -173,9 +173,7 @@ class Rollout(Actor):
 
     async def _score(self, task: Task, block: Block) -> tuple[list[Score], list[str]]:
         tokens, lengths = block.array("tokens"), block.array("lengths")
-        texts = [
-            self.engine.tokenizer.decode(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)
-        ]
+        texts = decode(self.engine, tokens, lengths)
         scores = await score(
             broker_judge(self.ctx),
             self.config.reward.partial,

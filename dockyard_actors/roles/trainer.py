@@ -123,6 +123,7 @@ class Trainer(Actor):
 
     async def phase(self, name: str) -> None:
         self.report(name)
+        self.report.counters = {}
         await self.tell(m.ReportPhase(phase=name))
 
     def _warmup_progress(self, step: int, steps: int, loss: float) -> None:
@@ -130,6 +131,7 @@ class Trainer(Actor):
         if self.stop_reason:
             raise StoppedInWarmup(f"at step {step} of {steps}")
         self.report(f"warm-up step {step} of {steps}, loss {loss:.3f}")
+        self.report.counters |= {"phase_done": step, "phase_total": steps}
 
     async def join(self) -> None:
         """Says where the checkpoint stands: what the journal has beyond it goes back in flight."""

@@ -53,6 +53,7 @@ class ExecutorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = asyncio.Event()
         self._pidfd = -1
+        self._finishing: asyncio.Task[None] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -159,9 +160,19 @@ class ExecutorProcess:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        # The group's id stays taken until the leader is reaped: first its members, then the leader.
-        self._kill_group(self._process)
-        self._process.wait()
+        self._finishing = asyncio.create_task(self._finish(self._process), name="executor-end")
+
+    async def _finish(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends what the leader left of its group and waits for it; only then the leader is reaped, which frees the group's id."""
+        members = []
+        for pid in _group(process.pid):
+            with contextlib.suppress(ProcessLookupError):  # ended while we looked
+                members.append(os.pidfd_open(pid))
+        self._kill_group(process)
+        for descriptor in members:
+            await _readable(descriptor)
+            os.close(descriptor)
+        process.wait()
         self._ended.set()
 
     def _says(self, what: str) -> str:
@@ -173,3 +184,25 @@ class ExecutorProcess:
             f"the child executor (pid {self.pid}, {time.strftime('%H:%M:%S')}) {what}. Last lines of {self.config.log_path}:\n"
             + "\n".join(lines)
         )
+
+
+def _group(leader: int) -> list[int]:
+    """Processes of the group that are not dead yet."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended while we looked
+                state, _, group = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+                if int(group) == leader and state not in "ZX":
+                    found.append(int(entry.name))
+    return found
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)

@@ -26,7 +26,7 @@ from dockyard_actors.roles.ledger import (
     Stepped,
     recount,
 )
-from dockyard_actors.transport.plane import TensorRef
+from dockyard_actors.transport.tensors import TensorRef
 
 REF = TensorRef("arena", 0, 1, 64, (), 0, "host", "/nowhere")
 
