@@ -96,6 +96,11 @@ def test_values_that_are_not_plain_are_compared_inside_and_twinned(executor: Exe
     assert verdict["twin"] == {"checked": 1, "skipped": 0}
 
 
+def test_named_tuples_and_enumerations_equal_their_plain_values(executor: Executor) -> None:
+    program = "import collections, enum\nclass Colour(enum.IntEnum):\n    RED = 1\nPair = collections.namedtuple('Pair', 'a b')\ndef f(): return [Colour.RED, Pair(1, 'x')]"
+    assert executor.run(program, ["assert f() == [1, (1, 'x')]"])["resolved"]
+
+
 def test_the_standard_library_beyond_the_preloaded_can_be_imported(executor: Executor) -> None:
     verdict = executor.run(
         "import calendar, difflib, encodings.cp1252, hashlib, sqlite3, zlib\ndef f(): return 1", ["assert f() == 1"]

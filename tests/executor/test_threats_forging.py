@@ -116,7 +116,31 @@ def test_changed_builtins_are_named(executor: Executor) -> None:
 def test_an_object_equal_to_everything_fails_the_must_fail_twin(executor: Executor) -> None:
     verdict = attack(executor, ALWAYS_EQUAL + "def f(x): return Equal()", [VALUE, INSIDE])
     assert verdict["state"] == "integrity_failure"
-    assert "tests[0]" in verdict["error"]
+    assert "tests[1]" in verdict["error"]
+
+
+def test_an_object_that_guesses_what_it_is_compared_with_is_not_asked(executor: Executor) -> None:
+    """It would pass a twin: equal to small numbers only. Its process is never shown the literal."""
+    program = "class Small:\n    __eq__ = lambda self, other: abs(other) < 100\ndef f(x): return Small()"
+    verdict = attack(executor, program, [VALUE])
+    assert [test["outcome"] for test in verdict["tests"]] == ["failed", "failed"]
+    wrapped = attack(executor, program.replace("return Small()", "return [Small()]"), ["assert f(1) == [2]"])
+    assert wrapped["tests"][0]["outcome"] == "failed"
+
+
+def test_a_programs_own_types_are_compared_with_each_other(executor: Executor) -> None:
+    program = """
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: int
+def f(x): return Point(x)
+"""
+    verdict = executor.run(
+        program,
+        ["assert f(1) == Point(1)", "assert f(1) != Point(2)", "assert isinstance(f(1), Point)", "assert f(1).x == 1"],
+    )
+    assert verdict["resolved"], verdict
 
 
 def test_the_chain_stolen_inside_the_process_is_caught_by_the_twin(executor: Executor) -> None:

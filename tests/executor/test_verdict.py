@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import signal
-from typing import Any
+from collections import Counter, defaultdict
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import pytest
 from dockyard_executor import judge, values
@@ -133,7 +136,12 @@ def test_a_full_chain_with_a_bad_exit_is_untrusted() -> None:
 
 
 def test_an_opaque_value_is_asked_for_again_and_never_a_pass() -> None:
-    reading = read(run(chain(LOAD, {"k": "test", "i": 0, "o": "opaque", "m": "x"}, PASSED, END)), TESTS, PLANS, LIMITS)
+    reading = read(
+        run(chain(LOAD, {"k": "test", "i": 0, "o": "opaque", "m": "x", "foreign": False}, PASSED, END)),
+        TESTS,
+        PLANS,
+        LIMITS,
+    )
     assert reading.opaque == (0,)
     verdict = result(reading, TESTS, [], "weak", "", 0, 0, 0.0)
     assert verdict["tests"][0]["outcome"] == "error"
@@ -205,15 +213,69 @@ def test_decoding_never_raises_but_value_error(text: str) -> None:
             continue
 
 
-def test_what_is_not_plain_is_refused() -> None:
-    foreign = [
-        object(),
-        type("L", (list,), {})(),
-        type("I", (int,), {})(1),
-        (x for x in ()),
-        [[object()]],
-        {1: type("S", (str,), {})()},
-    ]
-    for value in (*foreign, "x" * 2000, 1 << 20_000, range(1 << 70)):
-        with pytest.raises(values.NotPlain):
+class Equal:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+class Pair(NamedTuple):
+    a: int
+    b: str
+
+
+class Colour(enum.IntEnum):
+    RED = 3
+
+
+class Liar(list):
+    def __iter__(self) -> Any:
+        raise AssertionError("must not be asked")
+
+    __len__ = __getitem__ = __repr__ = __hash__ = __bool__ = __iter__  # type: ignore[assignment]
+
+
+class Meta(type):
+    def __eq__(cls, other: object) -> bool:
+        raise AssertionError("must not be asked")
+
+    __hash__ = __instancecheck__ = __eq__  # type: ignore[assignment]
+
+
+def test_a_subclass_that_left_equality_alone_counts_as_its_base() -> None:
+    for value, base in (
+        (Pair(1, "x"), (1, "x")),
+        (Colour.RED, 3),
+        (Liar([1, [2]]), [1, [2]]),
+        (defaultdict(int, a=1), {"a": 1}),
+        (Counter("aa"), {"a": 2}),
+    ):
+        decoded = values.decode(values.encode(value, 1000))
+        assert decoded == base
+        assert type(decoded) is type(base)
+
+
+def test_a_type_with_its_own_equality_is_foreign_and_is_never_asked() -> None:
+    for kind in (Equal, type("L", (Equal, list), {}), type("I", (int,), {"__eq__": Equal.__eq__}), Meta("M", (), {})):
+        value = kind()
+        for wrapped in (value, [value], {1: (value,)}):
+            with pytest.raises(values.NotPlain) as raised:
+                values.encode(wrapped, 1000)
+            assert raised.value.foreign
+
+
+def test_what_is_too_large_or_of_the_library_is_refused_but_not_foreign() -> None:
+    large = ("x" * 2000, 1 << 20_000, range(1 << 70), set(range(1500)), dict.fromkeys(range(1500)), [[0] * 900] * 2)
+    for value in (*large, Fraction(1, 2), bytearray(b"x"), [Fraction(1, 2)]):
+        with pytest.raises(values.NotPlain) as raised:
             values.encode(value, 1000)
+        assert not raised.value.foreign
+
+
+def test_a_value_of_the_programs_own_type_is_not_compared_with_a_literal_inside() -> None:
+    event = {"k": "test", "i": 0, "o": "opaque", "m": "a value of type Equal", "foreign": True}
+    reading = read(run(chain(LOAD, event, PASSED, END)), TESTS, PLANS, LIMITS)
+    assert reading.opaque == ()
+    assert reading.outcomes[0].outcome == "failed"
+    assert "a value of type Equal of its own; expected f(1) == 2" in reading.outcomes[0].message

@@ -40,6 +40,7 @@ class Outside:
     leaves: tuple[str, ...]
     condition: CodeType
     text: str  # the condition as written
+    against_literal: bool  # whether the condition holds a value that only the judge knows
 
     def holds(self, found: list[Any]) -> bool:
         """Raises whatever the comparison raises, e.g. TypeError for `None < 3`."""
@@ -110,7 +111,9 @@ class _Lifter:
         if lifted is None or not self._leaves:
             return None
         tree = ast.fix_missing_locations(ast.Expression(lifted))
-        return Outside(tuple(self._leaves), compile(tree, "<judge>", "eval"), ast.unparse(expression))
+        return Outside(
+            tuple(self._leaves), compile(tree, "<judge>", "eval"), ast.unparse(expression), _has_literal(tree)
+        )
 
     def _condition(self, node: ast.expr) -> ast.expr | None:
         """`and` of comparisons, negations and plain truth values; None when a leaf would hide a comparison."""
@@ -179,6 +182,10 @@ class _Lifter:
         copied = {name: getattr(node, name) for name in node._fields}
         copied[field] = kept[0][0] if single else [item[0] for item in kept]
         return type(node)(**copied), any(item[1] for item in kept)
+
+
+def _has_literal(tree: ast.AST) -> bool:
+    return any(isinstance(node, (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set)) for node in ast.walk(tree))
 
 
 def _starred(items: list[ast.expr]) -> bool:

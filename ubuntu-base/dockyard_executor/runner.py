@@ -127,7 +127,7 @@ def run(commands: int, events: int, value_bytes: int) -> NoReturn:
             execute(compile_source(test["statement"], "<test>", "exec", 0, True), namespace)
             return {"k": "test", "i": index, "o": "passed"}
         except not_plain as error:
-            return {"k": "test", "i": index, "o": "opaque", "m": describe_error(error)}
+            return {"k": "test", "i": index, "o": "opaque", "m": error.args[0], "foreign": error.foreign}
         except base_exception as error:
             if assert_type(error, memory_error):
                 setrlimit(address_space, (hard_limit, hard_limit))

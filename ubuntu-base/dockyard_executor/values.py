@@ -1,19 +1,38 @@
-"""Plain values on their way from a program to the judge: exact built-in types as tagged JSON, nothing else.
+"""Plain values on their way from a program to the judge: built-in data as tagged JSON, nothing else.
 
-Promises that decoding runs no code of the sender and that a value which is not plain is named, never approximated.
-Subclasses are not plain (a list that is equal to everything must not pass for a list), save dictionaries of `collections`.
+Promises that encoding calls no method a program defined, that decoding runs no code of the sender, and that a value which is
+not plain is named, never approximated. A subclass counts as its built-in base when it left equality alone (named tuples,
+integer enumerations); a list that is equal to everything does not pass for a list.
 """
 
 from __future__ import annotations
 
+import array
 import collections
+import datetime
+import decimal
+import fractions
 import json
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 MAX_DEPTH = 60
 MAX_RANGE = 1 << 16  # a longer one would cost its reader more than its sender
+MAX_HASHED = 1000  # elements of a set or dictionary: colliding hashes cost the reader the square of it
 _SMALL_INT = 1 << 53
-_DICTIONARIES = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
+
+# Their equality is the standard library's: not sent, but fit to be compared with a literal inside.
+_TRUSTED = {
+    id(kind)
+    for kind in (
+        fractions.Fraction, decimal.Decimal, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, uuid.UUID,
+        bytearray, array.array,
+    )
+}  # fmt: skip
+_mro_of = type.__dict__["__mro__"].__get__
+_dict_of = type.__dict__["__dict__"].__get__
+_name_of = type.__dict__["__name__"].__get__
 
 
 def _refuse(value: object) -> object:
@@ -27,7 +46,14 @@ _c_encode = vars(json.encoder)["c_make_encoder"](
 
 
 class NotPlain(Exception):
-    """The value has a part of another type, nests too deeply, or is too large; says which."""
+    """The value has a part of another type, nests too deeply, or is too large; says which.
+
+    `foreign`: the type is the program's own, and so is what it calls equal.
+    """
+
+    def __init__(self, message: str, foreign: bool = False) -> None:
+        super().__init__(message)
+        self.foreign = foreign
 
 
 def to_json(value: object) -> str:
@@ -36,57 +62,119 @@ def to_json(value: object) -> str:
 
 
 def encode(value: object, max_bytes: int) -> str:
-    """Text for `decode`. Raises NotPlain. Calls no method of a foreign type."""
-    budget = [max_bytes]
-    text = to_json(_pack(value, 0, budget))
+    """Text for `decode`. Raises NotPlain."""
+    text = to_json(_Packer(max_bytes).pack(value, 0))
     if len(text) > max_bytes:
         raise NotPlain(f"a value of more than {max_bytes} bytes")
     return text
 
 
-def _pack(value: Any, depth: int, budget: list[int]) -> Any:
-    kind = type(value)
-    budget[0] -= 1
-    if budget[0] < 0:
-        raise NotPlain("a value that is too large")
-    if depth > MAX_DEPTH:
-        raise NotPlain(f"a value nested more than {MAX_DEPTH} levels deep")
-    if value is None or kind is bool:
-        return value
-    if kind is str:
-        budget[0] -= len(value)
-        if budget[0] < 0:
+class _Packer:
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+
+    def pack(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        self._spend(1)
+        if depth > MAX_DEPTH:
+            raise NotPlain(f"a value nested more than {MAX_DEPTH} levels deep")
+        packer = _PACKERS.get(id(kind))
+        if packer is None:
+            packer = _PACKERS.get(id(_equality_of(kind)))
+            if packer is None or id(kind) in _TRUSTED:
+                raise NotPlain(f"a value of type {_name_of(kind)}", foreign=id(kind) not in _TRUSTED)
+        return packer(self, value, depth)
+
+    def _spend(self, size: int) -> None:
+        self._budget -= size
+        if self._budget < 0:
             raise NotPlain("a value that is too large")
+
+    def _all(self, items: Any, depth: int) -> list[Any]:
+        return [self.pack(item, depth + 1) for item in items]
+
+    def itself(self, value: Any, depth: int) -> Any:
         return value
-    if kind is int:
+
+    def string(self, value: Any, depth: int) -> Any:
+        self._spend(str.__len__(value))
+        return str.__str__(value)
+
+    def integer(self, value: Any, depth: int) -> Any:
+        value = int.__index__(value)
         if -_SMALL_INT < value < _SMALL_INT:
             return value
-        if value.bit_length() // 4 > budget[0]:
-            raise NotPlain("a value that is too large")
+        self._spend(value.bit_length() // 4)
         return {"i": hex(value)}
-    if kind is float:
-        return {"f": value.hex()}
-    if kind is complex:
+
+    def floating(self, value: Any, depth: int) -> Any:
+        return {"f": float.hex(value)}
+
+    def complex_number(self, value: Any, depth: int) -> Any:
         return {"c": [value.real.hex(), value.imag.hex()]}
-    if kind is bytes:
-        if len(value) > budget[0]:
-            raise NotPlain("a value that is too large")
-        return {"b": value.hex()}
-    if kind is list:
-        return [_pack(item, depth + 1, budget) for item in value]
-    if kind is tuple:
-        return {"t": [_pack(item, depth + 1, budget) for item in value]}
-    if kind is set:
-        return {"s": [_pack(item, depth + 1, budget) for item in value]}
-    if kind is frozenset:
-        return {"z": [_pack(item, depth + 1, budget) for item in value]}
-    if kind in _DICTIONARIES:
-        return {"d": [[_pack(k, depth + 1, budget), _pack(v, depth + 1, budget)] for k, v in dict.items(value)]}
-    if kind is range:
+
+    def binary(self, value: Any, depth: int) -> Any:
+        self._spend(bytes.__len__(value))
+        return {"b": bytes.hex(value)}
+
+    def list_(self, value: Any, depth: int) -> Any:
+        return self._all(list.__iter__(value), depth)
+
+    def tuple_(self, value: Any, depth: int) -> Any:
+        return {"t": self._all(tuple.__iter__(value), depth)}
+
+    def set_(self, value: Any, depth: int) -> Any:
+        _hashed(set.__len__(value))
+        return {"s": self._all(set.__iter__(value), depth)}
+
+    def frozenset_(self, value: Any, depth: int) -> Any:
+        _hashed(frozenset.__len__(value))
+        return {"z": self._all(frozenset.__iter__(value), depth)}
+
+    def dictionary(self, value: Any, depth: int) -> Any:
+        _hashed(dict.__len__(value))
+        return {"d": [[self.pack(k, depth + 1), self.pack(v, depth + 1)] for k, v in dict.items(value)]}
+
+    def span(self, value: Any, depth: int) -> Any:
         if abs(value.stop - value.start) // abs(value.step) >= MAX_RANGE:  # len() cannot count beyond 2**63
             raise NotPlain("a range that is too long")
-        return {"r": [_pack(n, depth + 1, budget) for n in (value.start, value.stop, value.step)]}
-    raise NotPlain(f"a value of type {type.__dict__['__name__'].__get__(kind)}")
+        return {"r": self._all((value.start, value.stop, value.step), depth)}
+
+
+_PACKERS: dict[int, Callable[[_Packer, Any, int], Any]] = {
+    id(kind): packer
+    for kind, packer in (
+        (type(None), _Packer.itself),
+        (bool, _Packer.itself),
+        (str, _Packer.string),
+        (int, _Packer.integer),
+        (float, _Packer.floating),
+        (complex, _Packer.complex_number),
+        (bytes, _Packer.binary),
+        (list, _Packer.list_),
+        (tuple, _Packer.tuple_),
+        (set, _Packer.set_),
+        (frozenset, _Packer.frozenset_),
+        (dict, _Packer.dictionary),
+        (collections.Counter, _Packer.dictionary),
+        (collections.OrderedDict, _Packer.dictionary),
+        (range, _Packer.span),
+    )
+}
+
+
+def _equality_of(kind: type) -> type:
+    """The class whose `__eq__` instances of `kind` use, found without asking the class."""
+    for base in _mro_of(kind):
+        if "__eq__" in _dict_of(base):
+            # complex reads `real` by name, which a subclass may have replaced
+            return object if base is complex else base
+    return object
+
+
+def _hashed(count: int) -> None:
+    if count > MAX_HASHED:
+        raise NotPlain(f"a set or dictionary of more than {MAX_HASHED} elements")
 
 
 def decode(text: str) -> object:
@@ -117,17 +205,23 @@ def _unpack(packed: Any) -> Any:
         case "t":
             return tuple(_unpack(item) for item in body)
         case "s":
-            return {_unpack(item) for item in body}
+            return {_unpack(item) for item in _counted(body)}
         case "z":
-            return frozenset(_unpack(item) for item in body)
+            return frozenset(_unpack(item) for item in _counted(body))
         case "d":
-            return {_unpack(key): _unpack(item) for key, item in body}
+            return {_unpack(key): _unpack(item) for key, item in _counted(body)}
         case "r":
             span = range(*(_unpack(n) for n in body))
             if len(span) > MAX_RANGE:
                 raise ValueError("a range that is too long")
             return span
     raise ValueError(f"unknown tag {tag!r}")
+
+
+def _counted(body: list[Any]) -> list[Any]:
+    if len(body) > MAX_HASHED:
+        raise ValueError("a set or dictionary with too many elements")
+    return body
 
 
 def preview(value: object, limit: int = 160) -> str:
