@@ -78,6 +78,7 @@ class ActorSystem:
         self._cells: dict[str, Cell] = {}
         self._watchers: dict[str, set[Cell]] = {}
         self._full: set[Cell] = set()
+        self._early: dict[str, list[tuple[Peer, Lane, wire.Ask | wire.Tell]]] = {}  # for names being registered
         self._own_dir: Path | None = None
         self._closing = self._joined = False
         self._pongs: dict[int, asyncio.Future[None]] = {}
@@ -159,14 +160,22 @@ class ActorSystem:
         ``meta`` is kept by the registry beside pid, host and agent and is seen by everyone.
         """
         table = handlers_of(type(actor))
-        if name in self._cells:
+        if name in self._cells or name in self._early:
             raise NameTaken(f"{self.config.name} runs an actor called {name!r} already")
         urgent = tuple(sorted(kind for kind, handler in table.items() if handler.control))
         register = Register(
             name=name, uid=self.config.uid, window=self.config.window, control=urgent, meta=self._meta(meta)
         )
-        reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
+        self._early[
+            name
+        ] = []  # the first messages may overtake the registry's answer: they come over another connection
+        try:
+            reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
+        except BaseException:
+            self._refuse_early(name)
+            raise
         if not isinstance(reply, Registered):
+            self._refuse_early(name)
             raise NameTaken(f"cannot register {name!r}: {reply.reason}")
         cell = self._cells[name] = Cell(self, actor, name, reply.incarnation, table)
         log.info("%s#%d starts, schema %s", name, reply.incarnation, fingerprint([h.kind for h in table.values()]))
@@ -181,6 +190,8 @@ class ActorSystem:
                 register.meta,
             )
         )
+        for peer, lane, message in self._early.pop(name):
+            self._on_request(peer, lane, message)
         try:
             await actor.on_start()
         except BaseException:
@@ -337,6 +348,8 @@ class ActorSystem:
         cell = self._cells.get(message.dst)
         if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
             peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.status()))))
+        elif message.dst in self._early:
+            self._early[message.dst].append((peer, lane, message))
         elif cell is None:
             self._refuse(
                 peer, lane, message, wire.UNKNOWN, f"no actor {message.dst!r} in process {self.config.name} (any more)"
@@ -346,6 +359,12 @@ class ActorSystem:
             self._refuse(peer, lane, message, wire.STALE, text)
         else:
             cell.offer(peer, lane, message)
+
+    def _refuse_early(self, name: str) -> None:
+        for peer, lane, message in self._early.pop(name):
+            self._refuse(
+                peer, lane, message, wire.UNKNOWN, f"{name!r} could not be registered by process {self.config.name}"
+            )
 
     def _refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
         if type(message) is wire.Ask:

@@ -159,17 +159,17 @@ class ZmqControl:
 
     def dial(self, link: Link, lane: Lane) -> DealerPort:
         endpoint = link.address.endpoint(lane, self.address.host)
+        host = endpoint.removeprefix("tcp://").rpartition(":")[0] if endpoint.startswith("tcp://") else ""
+        curve = bool(host) and self._needs_curve(host, "connect to")
         socket = self._socket(zmq.DEALER)
         # Random, not the public uid: a stranger must not take it over. One a socket: a ROUTER knows one peer by one id.
         socket.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(15))
         socket.reconnect_ivl = int(self.config.reconnect_s * 1000)
-        if endpoint.startswith("tcp://"):
-            host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-            if self._needs_curve(host, "connect to"):
-                assert self.config.keys is not None
-                socket.curve_serverkey = self.config.keys.public.encode()
-                socket.curve_publickey = self.config.keys.public.encode()
-                socket.curve_secretkey = self.config.keys.secret.encode()
+        if curve:
+            assert self.config.keys is not None
+            socket.curve_serverkey = self.config.keys.public.encode()
+            socket.curve_publickey = self.config.keys.public.encode()
+            socket.curve_secretkey = self.config.keys.secret.encode()
         socket.connect(endpoint)
         port = DealerPort(link, socket, lane)
         port.outbox.frames.append((hello_frame(self.config), 0))
