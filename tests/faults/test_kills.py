@@ -1,0 +1,88 @@
+"""SIGKILL of any role in mid-run: the run reaches its end with an exact ledger and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.toy import inspect_ledger, up
+
+STEPS = 10
+
+
+@pytest.mark.parametrize("role", ["rollout", "buffer", "broker", "executor", "trainer", "controller"])
+def test_a_killed_role_costs_nothing_but_time(tmp_path: Path, role: str) -> None:
+    run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "eval.before=false", "eval.after=false", "eval.samples=1")
+    try:
+        run.wait_for("step 4", lambda: run.steps() >= 4)
+        pid = run.kill(role)
+        summary = run.finish()
+        assert run.process.returncode == 0, run.output()
+        assert (summary["status"], summary["steps"]) == ("completed", STEPS)
+        assert sum(summary["restarts"].values()) == 1, summary["restarts"]
+        code, audit = inspect_ledger(run.run)
+        assert code == 0
+        assert audit["counts"] == summary["ledger"]
+        assert summary["ledger"]["in_flight"] == 0
+        assert summary["ledger"]["issued"] == STEPS * 4 + summary["ledger"]["failed"] + summary["ledger"]["expired"]
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        run.end()
+
+
+def test_a_trainer_killed_after_its_checkpoint_rolls_back_only_what_came_later(tmp_path: Path) -> None:
+    run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "checkpoint.every=4", "eval.before=false", "eval.after=false")
+    try:
+        run.wait_for("step 6", lambda: run.steps() >= 6)
+        run.kill("trainer")
+        summary = run.finish()
+        assert summary["status"] == "completed", run.output()
+        events = [json.loads(line) for line in (run.run / "metrics.jsonl").read_text().splitlines()]
+        resumed = [event for event in events if event["kind"] == "event" and event["name"] == "resumed"]
+        assert [event["fields"]["step"] for event in resumed] == [4]
+        versions = [event["version"] for event in events if event["kind"] == "step"]
+        assert len(versions) == len(set(versions)), "a weight version never repeats, across a restart too"
+    finally:
+        run.end()
+
+
+def test_a_stopped_role_is_found_hung_and_replaced(tmp_path: Path) -> None:
+    run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "supervision.hang_s=3", "eval.before=false", "eval.after=false")
+    try:
+        run.wait_for("step 3", lambda: run.steps() >= 3)
+        run.kill("buffer", signal.SIGSTOP)
+        summary = run.finish()
+        assert summary["status"] == "completed", run.output()
+        assert summary["restarts"]["buffer"] == 1
+        assert inspect_ledger(run.run)[0] == 0
+    finally:
+        run.end()
+
+
+def test_a_second_ctrl_c_cuts_at_once_and_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    run = up(tmp_path, "grpo.max_num_steps=500", "eval.before=false")
+    try:
+        run.wait_for("step 2", lambda: run.steps() >= 2)
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)
+        summary = run.finish()
+        assert run.process.returncode == 130, run.output()
+        assert summary["status"] == "interrupted"
+        assert inspect_ledger(run.run)[0] == 0
+    finally:
+        run.end()
+
+
+def test_killing_the_agent_itself_leaves_no_role_behind(tmp_path: Path) -> None:
+    run = up(tmp_path, "grpo.max_num_steps=500", "eval.before=false")
+    run.wait_for("step 1", lambda: run.steps() >= 1)
+    pids = [run.role_pid(role) for role in ("controller", "trainer", "rollout", "buffer", "broker", "executor")]
+    run.process.kill()
+    run.process.wait(30)
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=15)
+    assert not alive
+    assert inspect_ledger(run.run)[0] == 0
