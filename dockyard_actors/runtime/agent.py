@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import socket
-import time
 import traceback
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.directory import ProcessRecord
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.pidwatch import PidWatch
+from dockyard_actors.runtime.pings import Pings
 from dockyard_actors.runtime.process import Bootstrap
 from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, ProcessDied
 from dockyard_actors.runtime.rundir import RuntimeDir
@@ -92,24 +92,14 @@ class _AgentActor(Actor):
         self.agent.fail(msg.failure)
 
 
-class _Silence:
-    """When another agent answered last."""
-
-    def __init__(self, process: ProcessRecord) -> None:
-        self.process = process
-        self.answered = time.monotonic()
-        self.ping: asyncio.Future[None] | None = None
-
-
 class NodeAgent:
     """``async with NodeAgent(config) as agent``: leaving the block stops every process and removes everything it made."""
 
     def __init__(self, config: AgentConfig | None = None) -> None:
         self.config = config or AgentConfig()
         self.primary = not self.config.rendezvous
-        self._children: dict[str, Child] = {}
-        self._pings: dict[str, asyncio.Future[None]] = {}
-        self._others: dict[str, _Silence] = {}  # agents: of the primary the secondaries, of a secondary the primary
+        self.children: dict[str, Child] = {}
+        self._pings = Pings(self)
         self._tasks: set[asyncio.Task[None]] = set()
         self._primary_watch: PidWatch | None = None
         self._told_to_end = False
@@ -144,16 +134,16 @@ class NodeAgent:
             raise
         try:
             self.rendezvous = self._rendezvous()
-            self.system.on_update = self._directory_changed
+            self.system.on_update = self._pings.directory_changed
             if self.system.registry is not None:
-                self.system.registry.on_join = self._joined
-                self.system.registry.on_gone = self._gone
+                self.system.registry.on_join = self._pings.joined
+                self.system.registry.on_gone = self._pings.gone
             else:
                 self._watch_primary(self.system.primary)
             self.actor_name = PRIMARY if self.primary else f"{PRIMARY}/{config.name}"
             await self.system.start(_AgentActor(self), self.actor_name)
-            self._own(self._ping_all(), "pings")
-            self._own(self._own_end(), "watch the own actor system")
+            self.own(self._pings.run(), "pings")
+            self.own(self._own_end(), "watch the own actor system")
         except BaseException:
             await self.close()
             raise
@@ -167,8 +157,8 @@ class NodeAgent:
     async def close(self) -> None:
         """Stops every process with its own grace; the primary also sends the secondary agents home."""
         try:
-            stopped = await asyncio.gather(*(self.stop(name) for name in self._children), return_exceptions=True)
-            for name, error in zip(self._children, stopped, strict=True):
+            stopped = await asyncio.gather(*(self.stop(name) for name in self.children), return_exceptions=True)
+            for name, error in zip(self.children, stopped, strict=True):
                 if error is not None:
                     log.error("stopping %s failed", name, exc_info=error)
             if self.primary:
@@ -188,10 +178,10 @@ class NodeAgent:
 
     async def spawn(self, spec: ProcessSpec) -> ProcessInfo:
         """Starts a process and supervises it. ValueError when one of this name is supervised already (and has not ended)."""
-        old = self._children.get(spec.name)
+        old = self.children.get(spec.name)
         if old is not None and old.state not in ("stopped", "exited", "failed"):
             raise ValueError(f"{self.config.name} runs a process called {spec.name!r} already ({old.state})")
-        child = self._children[spec.name] = Child(self, spec, self.runtime_dir)
+        child = self.children[spec.name] = Child(self, spec, self.runtime_dir)
         if old is not None:
             child.starts = old.starts
         child.start()
@@ -199,19 +189,19 @@ class NodeAgent:
 
     async def stop(self, name: str, grace_s: float | None = None) -> None:
         """SIGTERM, and after the grace SIGKILL for its group; returns when it is gone. KeyError for an unknown name."""
-        child = self._children[name]
+        child = self.children[name]
         await child.stop(child.spec.stop_grace_s if grace_s is None else grace_s)
 
     async def restart(self, name: str) -> None:
         """Stops and starts a process, which counts as no crash. KeyError for an unknown name."""
-        await self._children[name].restart()
+        await self.children[name].restart()
 
     def processes(self) -> list[ProcessInfo]:
-        return [child.info() for child in self._children.values()]
+        return [child.info() for child in self.children.values()]
 
     async def wait_exited(self, name: str) -> ProcessInfo:
         """Resolves when the process is gone and will not be restarted: stopped, exited or failed."""
-        child = self._children[name]
+        child = self.children[name]
         while child.state not in ("stopped", "exited", "failed"):
             await child.next_change()
         return child.info()
@@ -235,18 +225,6 @@ class NodeAgent:
         if not self._failed.done():
             self._failed.set_result(failure)
 
-    def _own(self, work: Coroutine[None, None, None], name: str) -> None:
-        """Every task of the agent has it as its owner: an error in one is a failure of the run."""
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            cause = f"{task.get_name()}: {type(error).__name__}: {error}"
-            self.fail(Failure(self.config.name, cause, "".join(traceback.format_exception(error)), cause, 0, "", ()))
-
     # ------------------------------------------------------------------ what children need
 
     def bootstrap(self, name: str, uid: str, socket_dir: Path) -> Bootstrap:
@@ -264,10 +242,7 @@ class NodeAgent:
         )
 
     async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None:
-        ping = self._pings.pop(uid, None)
-        if ping is not None:
-            ping.cancel()
-            self.system.hang_up(Address(self.system.transport.address.host, f"{socket_dir}/"))
+        self._pings.forget(uid, Address(self.system.transport.address.host, f"{socket_dir}/"))
         if self.system.registry is not None:
             self.system.registry.declare_dead(uid, cause, clean)
             return
@@ -279,7 +254,7 @@ class NodeAgent:
     def child_failed(self, failure: Failure) -> None:
         self.fail(failure)
         if not self.primary:
-            self._own(self._report(failure), "report a failure")
+            self.own(self._report(failure), "report a failure")
 
     async def _report(self, failure: Failure) -> None:
         try:
@@ -287,87 +262,32 @@ class NodeAgent:
         except ActorError as error:
             log.error("could not report the failure of %s to the primary: %s", failure.name, error)
 
-    # ------------------------------------------------------------------ hangs
-
-    async def _ping_all(self) -> None:
-        ping_s = self.config.ping_s
-        due = time.monotonic() + ping_s
-        while True:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            now = time.monotonic()
-            late = now - due  # this loop itself was held: whoever answered meanwhile has not been read yet
-            due = now + ping_s
-            for child in self._children.values():
-                if child.pid and child.state in ("starting", "running", "unresponsive"):
-                    self._ping_child(child)
-                    if late < ping_s:
-                        self._judge(child, now)
-            for other in list(self._others.values()):
-                self._ping_other(other)
-                if late < ping_s and now - other.answered > self.config.agent_lost_s:
-                    self._lost(other, now - other.answered)
-
-    def _directory_changed(self, update: DirectoryUpdate) -> None:
-        """A child that registered a name is up, even when no ping has come back yet."""
-        born = {entry.uid for entry in update.entries if entry.alive}
-        for child in self._children.values():
-            if child.uid in born:
-                child.saw_answer()
-
-    def _ping_child(self, child: Child) -> None:
-        pending = self._pings.get(child.uid)
-        if pending is not None and not pending.done():
-            return
-        pong = self._pings[child.uid] = self.system.ping(self._address_of(child))
-        start = child.starts
-
-        def answered(_: asyncio.Future[None]) -> None:
-            if child.starts == start and not pong.cancelled():
-                child.saw_answer()
-
-        pong.add_done_callback(answered)
-
-    def _address_of(self, child: Child) -> Address:
-        return Address(self.system.transport.address.host, f"{child.socket_dir}/")
-
-    def _judge(self, child: Child, now: float) -> None:
-        config, spec = self.config, child.spec
-        silent = now - child.silent_since(now)
-        if child.answered:
-            limit = config.hang_s if spec.hang_s is None else spec.hang_s
-            reason = f"hung: its loop did not answer for {limit:g} s (hang_s)"
-        else:
-            limit = config.start_grace_s if spec.start_grace_s is None else spec.start_grace_s
-            reason = f"did not come up: no answer within {limit:g} s of its start (start_grace_s)"
-        if silent > limit:
-            self._own(child.kill(reason), f"kill {spec.name}")
-        elif child.answered and silent > config.suspect_s:
-            child.suspect(silent)
-
     # ------------------------------------------------------------------ other agents
 
-    def _joined(self, process: ProcessRecord) -> None:
-        if process.is_agent:
-            self._others[process.uid] = _Silence(process)
+    def own(self, work: Coroutine[None, None, None], name: str) -> None:
+        """Every task of the agent has it as its owner: an error in one is a failure of the run."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
 
-    def _gone(self, process: ProcessRecord, cause: str) -> None:
-        self._others.pop(process.uid, None)
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            cause = f"{task.get_name()}: {type(error).__name__}: {error}"
+            self.fail(Failure(self.config.name, cause, "".join(traceback.format_exception(error)), cause, 0, "", ()))
 
-    def _ping_other(self, other: _Silence) -> None:
-        if other.ping is None or other.ping.done():
-            other.ping = self.system.ping(other.process.address)
-            other.ping.add_done_callback(lambda pong: pong.cancelled() or setattr(other, "answered", time.monotonic()))
+    def address_of(self, child: Child) -> Address:
+        return Address(self.system.transport.address.host, f"{child.socket_dir}/")
 
-    def _lost(self, other: _Silence, silent: float) -> None:
-        del self._others[other.process.uid]
-        cause = f"node agent {other.process.name} (pid {other.process.pid}) did not answer for {silent:.1f} s"
+    def agent_lost(self, process: ProcessRecord, cause: str) -> None:
+        """Another agent is silent: the primary buries it with its processes, a secondary ends."""
         if self.system.registry is not None:
-            self.system.registry.declare_dead(other.process.uid, cause)
+            self.system.registry.declare_dead(process.uid, cause)
         else:
             self._primary_lost(cause)
 
     def _watch_primary(self, primary: ProcessRecord) -> None:
-        self._others[primary.uid] = _Silence(primary)
+        self._pings.joined(primary)
         if primary.host == self.system.transport.address.host:
             self._primary_watch = PidWatch(
                 primary.pid, lambda: self._primary_lost(f"the primary node agent (pid {primary.pid}) ended")
@@ -378,10 +298,10 @@ class NodeAgent:
             return
         gone = DirectoryUpdate(entries=(), gone={self.system.primary.uid: cause})
         self.system.take(gone)  # nobody waits for the registry any more, here or in the children
-        for child in self._children.values():
+        for child in self.children.values():
             if child.pid:
-                self.system.push(self._address_of(child), gone)
-            self._own(child.stop(child.spec.stop_grace_s), f"stop {child.spec.name}")
+                self.system.push(self.address_of(child), gone)
+            self.own(child.stop(child.spec.stop_grace_s), f"stop {child.spec.name}")
         self.fail(Failure(self.actor_name, f"{cause}; its processes are stopped", "", cause, 0, "", ()))
 
     async def _own_end(self) -> None:

@@ -29,7 +29,8 @@ from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
 from dockyard_actors.runtime.directory import Directory, Entry, ProcessRecord
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, ProtocolRefused
-from dockyard_actors.runtime.message import decoder, encoder, fingerprint, reply_decoder
+from dockyard_actors.runtime.message import encoder, fingerprint, reply_decoder
+from dockyard_actors.runtime.reception import Reception
 from dockyard_actors.runtime.ref import Ref
 from dockyard_actors.runtime.registry import (
     REGISTRY,
@@ -48,7 +49,6 @@ from dockyard_actors.runtime.status import CRASH_CODE, Counts, StopRequest, Syst
 from dockyard_actors.transport.base import (
     Address,
     Lane,
-    Peer,
     load_keys,
     open_control,
     parse_rendezvous,
@@ -75,13 +75,12 @@ class ActorSystem:
         self.registry: Registry | None = None  # when hosted here
         self.on_update: Callable[[DirectoryUpdate], None] | None = None  # the node agent listens here
         self._is_agent = is_agent
-        self._cells: dict[str, Cell] = {}
+        self.cells: dict[str, Cell] = {}
         self._watchers: dict[str, set[Cell]] = {}
         self._full: set[Cell] = set()
-        self._early: dict[str, list[tuple[Peer, Lane, wire.Ask | wire.Tell]]] = {}  # for names being registered
         self._own_dir: Path | None = None
         self._closing = self._joined = False
-        self._pongs: dict[int, asyncio.Future[None]] = {}
+        self.pongs: dict[int, asyncio.Future[None]] = {}
         self._last_ping = 0
 
     # ------------------------------------------------------------------ opening
@@ -90,13 +89,14 @@ class ActorSystem:
         self.loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[StopRequest] = self.loop.create_future()
         self.deadlines = Deadlines()
+        self._reception = Reception(self)
         config = self.config
         keys = load_keys(config.key_file) if config.key_file else None
         if config.rendezvous and not config.ipc_prefix:
             self._own_dir = Path(tempfile.mkdtemp(prefix="dy-"))
             config = self.config = dataclasses.replace(config, ipc_prefix=f"{self._own_dir}/")
-        self.transport = open_control(config.control(keys), self)
-        self._caller = Caller(self)
+        self.transport = open_control(config.control(keys), self._reception)
+        self.caller = Caller(self)
         try:
             await self.transport.start()
             self.process = ProcessRecord(
@@ -133,7 +133,7 @@ class ActorSystem:
         )
         self.directory.apply(entry)
         self.registry.entries[REGISTRY] = entry
-        self._cells[REGISTRY] = cell = Cell(self, self.registry, REGISTRY, 1, handlers_of(Registry))
+        self.cells[REGISTRY] = cell = Cell(self, self.registry, REGISTRY, 1, handlers_of(Registry))
         cell.serve()
 
     async def _join(self) -> None:
@@ -142,9 +142,9 @@ class ActorSystem:
             REGISTRY, 0, "rendezvous", address, self.config.window, _REGISTRY_CONTROL
         )  # incarnation 0: whichever is there
         deadline = self.loop.time() + self.config.join_s
-        body = await self._caller.ask_entry(door, self.config.name, Join(process=self.process), deadline)
+        body = await self.caller.ask_entry(door, self.config.name, Join(process=self.process), deadline)
         reply: Joined | Refused = reply_decoder(Join)(body)
-        self._caller.on_gone("rendezvous", "joined")  # from here on the registry is an actor like any other
+        self.caller.on_gone("rendezvous", "joined")  # from here on the registry is an actor like any other
         self.gone.clear()
         if isinstance(reply, Refused):
             raise ProtocolRefused(f"{self.config.name} may not join {self.config.rendezvous}: {reply.reason}")
@@ -160,24 +160,22 @@ class ActorSystem:
         ``meta`` is kept by the registry beside pid, host and agent and is seen by everyone.
         """
         table = handlers_of(type(actor))
-        if name in self._cells or name in self._early:
+        if name in self.cells or name in self._reception.early:
             raise NameTaken(f"{self.config.name} runs an actor called {name!r} already")
         urgent = tuple(sorted(kind for kind, handler in table.items() if handler.control))
         register = Register(
             name=name, uid=self.config.uid, window=self.config.window, control=urgent, meta=self._meta(meta)
         )
-        self._early[
-            name
-        ] = []  # the first messages may overtake the registry's answer: they come over another connection
+        self._reception.expect(name)  # the first messages may overtake the registry's answer: another connection
         try:
             reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
         except BaseException:
-            self._refuse_early(name)
+            self._reception.give_up(name)
             raise
         if not isinstance(reply, Registered):
-            self._refuse_early(name)
+            self._reception.give_up(name)
             raise NameTaken(f"cannot register {name!r}: {reply.reason}")
-        cell = self._cells[name] = Cell(self, actor, name, reply.incarnation, table)
+        cell = self.cells[name] = Cell(self, actor, name, reply.incarnation, table)
         log.info("%s#%d starts, schema %s", name, reply.incarnation, fingerprint([h.kind for h in table.values()]))
         self.directory.apply(
             Entry(
@@ -190,8 +188,7 @@ class ActorSystem:
                 register.meta,
             )
         )
-        for peer, lane, message in self._early.pop(name):
-            self._on_request(peer, lane, message)
+        self._reception.admit(name)
         try:
             await actor.on_start()
         except BaseException:
@@ -202,14 +199,14 @@ class ActorSystem:
 
     async def stop(self, name: str, cause: str = "stopped") -> None:
         """Stops one actor in order: refuses what waits, lets the handler at work end, runs `on_stop`."""
-        cell = self._cells[name]
+        cell = self.cells[name]
         try:
             await cell.stop()
         finally:
             await self._withdraw(cell, cause)
 
     async def _withdraw(self, cell: Cell, cause: str) -> None:
-        self._cells.pop(cell.name, None)
+        self.cells.pop(cell.name, None)
         cell.abandon()
         if cell.name != REGISTRY and self._joined and not self._closing:  # at close one Leave stands for all names
             message = Unregister(name=cell.name, incarnation=cell.incarnation, cause=cause)
@@ -219,7 +216,7 @@ class ActorSystem:
                 log.info("could not unregister %s: %s", cell.name, error)
 
     def ref(self, name: str, *, owner: str | None = None, incarnation: int | None = None) -> Ref:
-        return Ref(self._caller, name, owner or self.config.name, incarnation)
+        return Ref(self.caller, name, owner or self.config.name, incarnation)
 
     def watch(self, name: str, cell: Cell) -> None:
         self._watchers.setdefault(name, set()).add(cell)
@@ -246,8 +243,7 @@ class ActorSystem:
     def crash(self, error: BaseException | None, where: str) -> None:
         """The process cannot go on: the first cause is kept for whoever waits in `wait_stop`."""
         if self._stop.done():
-            if not self._closing:
-                log.error("after the stop was requested: %s: %r", where, error, exc_info=error)
+            log.error("after the stop was requested, %s failed: %r", where, error, exc_info=error)
             return
         log.critical("%s crashed: %r", where, error, exc_info=error)
         self._stop.set_result(StopRequest(f"{where} crashed", CRASH_CODE, error))
@@ -262,7 +258,7 @@ class ActorSystem:
             return
         self._closing = True
         crashed = self._stop.done() and self._stop.result().cause is not None
-        for name, cell in reversed(list(self._cells.items())):
+        for name, cell in reversed(list(self.cells.items())):
             if name == REGISTRY:
                 continue
             if crashed:
@@ -277,9 +273,9 @@ class ActorSystem:
                 await self.ref(REGISTRY).ask(Leave(uid=self.config.uid), deadline_s=self.config.registry_s)
             except ActorError as error:
                 log.info("could not say goodbye to the registry: %s", error)
-        if REGISTRY in self._cells:
-            await self._cells.pop(REGISTRY).stop()
-        self._caller.close()
+        if REGISTRY in self.cells:
+            await self.cells.pop(REGISTRY).stop()
+        self.caller.close()
         self.deadlines.close()
         await self.transport.close()
         if self._own_dir is not None:
@@ -289,17 +285,17 @@ class ActorSystem:
 
     def waits(self) -> list[Wait]:
         """Who in this process waits for whom, for what and for how long; the oldest first."""
-        return self._caller.waits()
+        return self.caller.waits()
 
     @contextlib.contextmanager
     def waiting(self, owner: str, peer: str, what: str, deadline_s: float) -> Iterator[None]:
         """Shows a wait that is not an ask (data plane, engine) among `waits()`; whoever waits keeps the deadline itself."""
-        with self._caller.waiting(owner, peer, "", what, self.loop.time() + deadline_s):
+        with self.caller.waiting(owner, peer, "", what, self.loop.time() + deadline_s):
             yield
 
     def stats(self) -> SystemStats:
-        depth = {name: len(cell.user) + len(cell.control) for name, cell in self._cells.items()}
-        busy = {name: f"{c.busy[0]} {self.loop.time() - c.busy[1]:.1f}s" for name, c in self._cells.items() if c.busy}
+        depth = {name: len(cell.user) + len(cell.control) for name, cell in self.cells.items()}
+        busy = {name: f"{c.busy[0]} {self.loop.time() - c.busy[1]:.1f}s" for name, c in self.cells.items() if c.busy}
         return SystemStats(
             **msgspec.structs.asdict(self.counts),
             **self.transport.counters(),
@@ -311,77 +307,6 @@ class ActorSystem:
     def status(self) -> SystemStatus:
         held = guard.current()
         return SystemStatus(self.config.name, os.getpid(), self.stats(), tuple(self.waits()), held[1] if held else "")
-
-    # ------------------------------------------------------------------ transport's receiver
-
-    def on_envelope(self, peer: Peer, lane: Lane, envelope: memoryview) -> None:
-        try:
-            message = wire.decode(envelope)
-        except msgspec.MsgspecError as error:
-            self.counts.malformed += 1
-            log.warning("ignored a malformed envelope from process %s: %s", peer.uid or "?", error)
-            return
-        if isinstance(message, wire.Reply):
-            self._caller.on_reply(message)
-        elif isinstance(message, (wire.Ask, wire.Tell)):
-            self._on_request(peer, lane, message)
-        elif isinstance(message, wire.Credit):
-            self._caller.on_credit(peer, lane, message)
-        elif isinstance(message, wire.Fail):
-            self._caller.on_fail(message)
-        elif isinstance(message, wire.Ping):
-            peer.send(lane, encoder.encode(wire.Pong(message.seq)))
-        elif isinstance(message, wire.Pong):
-            future = self._pongs.get(message.seq)
-            if future is not None and not future.done():
-                future.set_result(None)
-        elif isinstance(message, wire.Lost):
-            self.dead_letter(f"{message.kind} to {message.dst}#{message.incarnation}: {message.reason}")
-        elif isinstance(message, wire.Cancel) and message.dst in self._cells:
-            self._cells[message.dst].cancel(peer, message.id)
-
-    def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell) -> None:
-        if message.dst == wire.SYSTEM:
-            if message.kind == "DirectoryUpdate":
-                self.take(decoder(DirectoryUpdate).decode(message.body))
-            return
-        cell = self._cells.get(message.dst)
-        if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
-            peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.status()))))
-        elif message.dst in self._early:
-            self._early[message.dst].append((peer, lane, message))
-        elif cell is None:
-            self._refuse(
-                peer, lane, message, wire.UNKNOWN, f"no actor {message.dst!r} in process {self.config.name} (any more)"
-            )
-        elif message.incarnation not in (cell.incarnation, 0):
-            text = f"it was meant for incarnation {message.incarnation} and this is {cell.incarnation}"
-            self._refuse(peer, lane, message, wire.STALE, text)
-        else:
-            cell.offer(peer, lane, message)
-
-    def _refuse_early(self, name: str) -> None:
-        for peer, lane, message in self._early.pop(name):
-            self._refuse(
-                peer, lane, message, wire.UNKNOWN, f"{name!r} could not be registered by process {self.config.name}"
-            )
-
-    def _refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
-        if type(message) is wire.Ask:
-            peer.send(lane, encoder.encode(wire.Fail(message.id, code, "", text)))
-        else:
-            peer.send(lane, encoder.encode(wire.Lost(message.dst, message.incarnation, message.kind, text)))
-
-    def on_undeliverable(self, peer: Peer, lane: Lane, envelopes: int, reason: str) -> None:
-        self.counts.dead_letters += envelopes
-        log.info("%d envelopes to process %s will not arrive: %s", envelopes, peer.uid or "?", reason)
-
-    def on_refused(self, peer: Peer, reason: str) -> None:
-        log.error("a peer refused our hello: %s", reason)
-        self._caller.on_refused(peer, reason)
-
-    def on_fault(self, error: BaseException) -> None:
-        self.crash(error, "the control transport")
 
     # ------------------------------------------------------------------ inside the runtime
 
@@ -403,8 +328,8 @@ class ActorSystem:
     def ping(self, address: Address) -> asyncio.Future[None]:
         """Resolves when the loop of the process at ``address`` answers; the caller bounds the wait."""
         self._last_ping = seq = self._last_ping + 1
-        pong = self._pongs[seq] = self.loop.create_future()
-        pong.add_done_callback(lambda _: self._pongs.pop(seq, None))
+        pong = self.pongs[seq] = self.loop.create_future()
+        pong.add_done_callback(lambda _: self.pongs.pop(seq, None))
         self.transport.connect(address).send(Lane.CONTROL, encoder.encode(wire.Ping(seq)))
         return pong
 
@@ -426,11 +351,11 @@ class ActorSystem:
                 self.crash(ActorCrashed(f"the registry declared this process dead: {cause}"), self.config.name)
                 return
             self.gone[uid] = cause
-            self._caller.on_gone(uid, cause)
+            self.caller.on_gone(uid, cause)
             self.transport.forget(uid)
         for entry in update.entries:
             if self.directory.apply(entry) and not entry.alive:
-                self._caller.on_entry_dead(entry)
+                self.caller.on_entry_dead(entry)
                 for cell in self._watchers.get(entry.name, ()):
                     cell.control.put(Death(entry.name, entry.incarnation, entry.cause, entry.clean))
 

@@ -88,6 +88,8 @@ class ZmqControl:
         host, _, port = bind.removeprefix("tcp://").rpartition(":")
         if not bind.startswith("tcp://") or not host or not port.isdigit():
             raise TransportError(f"tcp bind {bind!r} is not tcp://HOST:PORT")
+        if host in ("*", "0.0.0.0", "[::]", "::"):
+            raise TransportError(f"tcp bind {bind!r}: name the address that peers connect to, not a wildcard")
         curve = self._needs_curve(host, "listen on")
         if curve:
             assert self.config.keys is not None

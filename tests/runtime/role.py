@@ -22,7 +22,7 @@ async def build(system: ActorSystem) -> None:
     await system.start(Waiter(), sys.argv[1])
     if how == "slow":
         with guard(30.0, "loading nothing slowly"):
-            time.sleep(3.0)  # noqa: ASYNC251
+            time.sleep(1.5)  # noqa: ASYNC251
 
 
 if __name__ == "__main__":

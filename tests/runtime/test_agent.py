@@ -99,7 +99,7 @@ async def test_a_stopped_loop_is_killed_and_restarted_and_the_cause_says_so(agen
 async def test_a_declared_guard_is_no_hang_but_an_overrun_one_is(agent: NodeAgent, tmp_path: Path) -> None:
     await agent.spawn(role("c", tmp_path, "slow", policy=FAST))
     ref = agent.system.ref("c")
-    await ref.ask(Hold(seconds=2.5, declared=20.0), retry=True, deadline_s=UP_S)
+    await ref.ask(Hold(seconds=1.5, declared=20.0), retry=True, deadline_s=UP_S)
     assert agent.processes()[0].restarts == 0
     with pytest.raises(OutcomeUnknown, match="hung"):
         await ref.ask(Hold(seconds=60.0, declared=0.2), deadline_s=UP_S)

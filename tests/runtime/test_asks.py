@@ -247,7 +247,7 @@ async def test_a_repeated_request_is_handled_once_while_it_runs_and_after_it_was
     actor = Counter()
     await home.start(actor, "c")
     entry = away.directory.entries["c"]
-    outlet = away._caller.outlet(entry)
+    outlet = away.caller.outlet(entry)
 
     def send(request: int) -> None:
         ask = wire.Ask(request, "c", entry.incarnation, "test", "Add", 10.0, True, wire.raw(Add()))
@@ -283,7 +283,7 @@ async def test_a_stale_incarnation_is_refused_and_a_retry_reaches_the_new_one(pa
     await home.start(Counter(), "c")
     deadline = away.loop.time() + 5.0
     with pytest.raises(StaleIncarnation, match="meant for incarnation 1 and this is 2"):
-        await away._caller.ask_entry(old, "test", Add(), deadline)
+        await away.caller.ask_entry(old, "test", Add(), deadline)
     with pytest.raises(StaleIncarnation):
         await away.ref("c", incarnation=1).ask(Add())
     assert await away.ref("c", incarnation=2).ask(Add()) == 1
@@ -404,7 +404,7 @@ async def test_malformed_envelopes_of_a_peer_are_counted_and_harm_nobody(pair) -
     home, away = pair
     await home.start(Counter(), "c")
     assert await away.ref("c").ask(Add()) == 1
-    outlet = away._caller.outlet(away.directory.entries["c"])
+    outlet = away.caller.outlet(away.directory.entries["c"])
     for junk in (b"", b"junk", msgspec.msgpack.encode([99]), msgspec.msgpack.encode([0, "id"])):
         outlet.peer.send(Lane.USER, junk)
     outlet.peer.send(

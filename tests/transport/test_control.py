@@ -321,6 +321,7 @@ async def test_a_curve_port_refuses_unknown_keys_and_plain_clients(short: Path) 
         ({"tcp_bind": "tcp://127.0.0.1:0"}, "without the run's key file"),
         ({"tcp_bind": "tcp://192.0.2.1:0", "allow_plain_loopback": True}, "without the run's key file"),
         ({"tcp_bind": "127.0.0.1"}, "not tcp://HOST:PORT"),
+        ({"tcp_bind": "tcp://0.0.0.0:0"}, "not a wildcard"),
         ({"ipc_prefix": "/tmp/" + "a" * 120}, "shorter runtime directory"),
     ],
 )

@@ -1,0 +1,114 @@
+"""Where envelopes arrive: decodes them and hands each to who waits for it, or says why nobody does.
+
+Nothing is dropped in silence: an ask is refused with a reason, a tell becomes its sender's dead letter. It does not know what
+handlers do.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime.message import decoder, encoder
+from dockyard_actors.runtime.registry import DirectoryUpdate
+from dockyard_actors.transport.base import Lane, Peer
+
+if TYPE_CHECKING:
+    from dockyard_actors.runtime.system import ActorSystem
+
+log = logging.getLogger("dockyard.runtime.reception")
+
+
+class Reception:
+    """The transport's receiver for one actor system."""
+
+    def __init__(self, system: ActorSystem) -> None:
+        self.system = system
+        self.early: dict[str, list[tuple[Peer, Lane, wire.Ask | wire.Tell]]] = {}  # of names that are being registered
+
+    # ------------------------------------------------------------------ names that are being registered
+
+    def expect(self, name: str) -> None:
+        """Keeps what arrives for ``name`` (the senders' windows bound it) until `admit` or `give_up`."""
+        self.early[name] = []
+
+    def admit(self, name: str) -> None:
+        for peer, lane, message in self.early.pop(name):
+            self._on_request(peer, lane, message)
+
+    def give_up(self, name: str) -> None:
+        for peer, lane, message in self.early.pop(name):
+            text = f"{name!r} could not be registered by process {self.system.config.name}"
+            self._refuse(peer, lane, message, wire.UNKNOWN, text)
+
+    # ------------------------------------------------------------------ what the transport calls
+
+    def on_envelope(self, peer: Peer, lane: Lane, envelope: memoryview) -> None:
+        try:
+            message = wire.decode(envelope)
+        except msgspec.MsgspecError as error:
+            self.system.counts.malformed += 1
+            log.warning("ignored a malformed envelope from process %s: %s", peer.uid or "?", error)
+            return
+        if isinstance(message, wire.Reply):
+            self.system.caller.on_reply(message)
+        elif isinstance(message, (wire.Ask, wire.Tell)):
+            self._on_request(peer, lane, message)
+        elif isinstance(message, wire.Credit):
+            self.system.caller.on_credit(peer, lane, message)
+        elif isinstance(message, wire.Fail):
+            self.system.caller.on_fail(message)
+        elif isinstance(message, wire.Ping):
+            peer.send(lane, encoder.encode(wire.Pong(message.seq)))
+        elif isinstance(message, wire.Pong):
+            future = self.system.pongs.get(message.seq)
+            if future is not None and not future.done():
+                future.set_result(None)
+        elif isinstance(message, wire.Lost):
+            self.system.dead_letter(f"{message.kind} to {message.dst}#{message.incarnation}: {message.reason}")
+        elif isinstance(message, wire.Cancel) and message.dst in self.system.cells:
+            self.system.cells[message.dst].cancel(peer, message.id)
+
+    def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell) -> None:
+        if message.dst == wire.SYSTEM:
+            if message.kind == "DirectoryUpdate":
+                self.system.take(decoder(DirectoryUpdate).decode(message.body))
+            return
+        cell = self.system.cells.get(message.dst)
+        if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
+            peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
+        elif message.dst in self.early:
+            self.early[message.dst].append((peer, lane, message))
+        elif cell is None:
+            self._refuse(
+                peer,
+                lane,
+                message,
+                wire.UNKNOWN,
+                f"no actor {message.dst!r} in process {self.system.config.name} (any more)",
+            )
+        elif message.incarnation not in (cell.incarnation, 0):
+            text = f"it was meant for incarnation {message.incarnation} and this is {cell.incarnation}"
+            self._refuse(peer, lane, message, wire.STALE, text)
+        else:
+            cell.offer(peer, lane, message)
+
+    def _refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
+        if type(message) is wire.Ask:
+            peer.send(lane, encoder.encode(wire.Fail(message.id, code, "", text)))
+        else:
+            peer.send(lane, encoder.encode(wire.Lost(message.dst, message.incarnation, message.kind, text)))
+
+    def on_undeliverable(self, peer: Peer, lane: Lane, envelopes: int, reason: str) -> None:
+        self.system.counts.dead_letters += envelopes
+        log.info("%d envelopes to process %s will not arrive: %s", envelopes, peer.uid or "?", reason)
+
+    def on_refused(self, peer: Peer, reason: str) -> None:
+        log.error("a peer refused our hello: %s", reason)
+        self.system.caller.on_refused(peer, reason)
+
+    def on_fault(self, error: BaseException) -> None:
+        self.system.crash(error, "the control transport")
