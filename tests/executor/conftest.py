@@ -106,7 +106,7 @@ class Executor:
         status = self.ended() if self.process.returncode is None else self.process.returncode
         assert self.process.stderr is not None
         self.process.stderr.close()
-        assert not self.socket.exists()
+        assert not self.socket.exists(), (status, self.lines)
         assert processes_of(self.uids) == []
         shutil.rmtree(self.directory)
         return status

@@ -17,7 +17,7 @@ from tests.executor.conftest import processes_of
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
     config = ExecutorConfig(worker_grace_s=0.3, workers=1, limits=Limits())
-    one = Worker(config, 0, set())
+    one = Worker(config, 0)  # no reaping: this process has other children
     await one.start()
     yield one
     await one.close(grace_s=10.0)

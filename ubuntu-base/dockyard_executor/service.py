@@ -72,7 +72,10 @@ class Task:
 
 
 class Service:
-    """`start` brings the fork servers up and proves the isolation; `stop` drains."""
+    """`start` brings the fork servers up and proves the isolation; `stop` drains.
+
+    Needs a process of its own: children that are not its fork servers are taken for orphans of a lost one and ended.
+    """
 
     def __init__(self, config: ExecutorConfig) -> None:
         self.config = config

@@ -42,8 +42,9 @@ class WorkerDied(RuntimeError):
 class Worker:
     """One fork server, for one run at a time. `slot` chooses its uid."""
 
-    def __init__(self, config: ExecutorConfig, slot: int, fork_servers: set[int]) -> None:
-        """`fork_servers`: process ids of all of this executor's, kept up to date here."""
+    def __init__(self, config: ExecutorConfig, slot: int, fork_servers: set[int] | None = None) -> None:
+        """`fork_servers`: process ids of all of this executor's, kept up to date here. When given, this process must have no
+        other children: any that appear are what a lost fork server left, and are ended."""
         self.config = config
         self.slot = slot
         self._fork_servers = fork_servers
@@ -93,7 +94,8 @@ class Worker:
                 env=_ENVIRONMENT,
                 pass_fds=numbers,
             )
-        self._fork_servers.add(self._process.pid)
+        if self._fork_servers is not None:
+            self._fork_servers.add(self._process.pid)
         self._reader, self._control = await asyncio.open_unix_connection(sock=control)
         _, self._secrets = await asyncio.open_unix_connection(sock=tests)
         try:
@@ -153,15 +155,16 @@ class Worker:
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             await _ended_within(self._process, None)
-            self._fork_servers.discard(self._process.pid)
-            reap_orphans(self._fork_servers)
+            if self._fork_servers is not None:
+                self._fork_servers.discard(self._process.pid)
+                reap_orphans(self._fork_servers)
         for writer in (self._control, self._secrets):
             if writer is not None:
                 writer.close()
         self._forget()
 
     def _forget(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._fork_servers is not None:
             self._fork_servers.discard(self._process.pid)
         self._process = self._reader = self._control = self._secrets = None
 
