@@ -107,6 +107,13 @@ class _Window:
         self.free = size
         self.waiters: deque[_Room] = deque()
 
+    def take(self) -> bool:
+        """Takes a place if there is one and nobody waits for it."""
+        if self.free > 0 and not self.waiters:
+            self.free -= 1
+            return True
+        return False
+
     def add(self, count: int) -> None:
         self.free += count
         while self.free > 0 and self.waiters:
@@ -124,6 +131,13 @@ class _Outlet:
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.windows: dict[tuple[str, int, Lane], _Window] = {}
+
+    def window(self, entry: Entry, lane: Lane) -> _Window:
+        key = (entry.name, entry.incarnation, lane)
+        window = self.windows.get(key)
+        if window is None:
+            window = self.windows[key] = _Window(entry.window)
+        return window
 
 
 class Caller:
@@ -168,7 +182,9 @@ class Caller:
                 raise StaleIncarnation(f"{ref.name} is at incarnation {entry.incarnation}")
             lane = Lane.CONTROL if kind in entry.control else Lane.USER
             outlet = self.outlet(entry)
-            await self._room(outlet, entry, lane, ref.owner, kind, deadline)
+            window = outlet.window(entry, lane)
+            if not window.take():
+                await self._room(window, entry, ref.owner, kind, deadline)
         except MailboxFull:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: no room")
             raise
@@ -184,7 +200,9 @@ class Caller:
         kind = type(msg).__name__
         lane = Lane.CONTROL if kind in entry.control else Lane.USER
         outlet = self.outlet(entry)
-        await self._room(outlet, entry, lane, owner, kind, deadline)
+        window = outlet.window(entry, lane)
+        if not window.take():
+            await self._room(window, entry, owner, kind, deadline)
         request, until = repeat or (self.next_id(), deadline)
         pending = _Pending(self.loop, owner, entry, kind, deadline)
         self.pending[request] = pending
@@ -267,14 +285,8 @@ class Caller:
             outlet = self._outlets[entry.uid] = _Outlet(self.system.transport.connect(entry.address))
         return outlet
 
-    async def _room(self, outlet: _Outlet, entry: Entry, lane: Lane, owner: str, kind: str, deadline: float) -> None:
-        key = (entry.name, entry.incarnation, lane)
-        window = outlet.windows.get(key)
-        if window is None:
-            window = outlet.windows[key] = _Window(entry.window)
-        if window.free > 0 and not window.waiters:
-            window.free -= 1
-            return
+    async def _room(self, window: _Window, entry: Entry, owner: str, kind: str, deadline: float) -> None:
+        """Waits in line for a place in the actor's mailbox."""
         room = _Room(self.loop, owner, entry, kind, deadline)
         window.waiters.append(room)
         self._waiting[id(room)] = room
