@@ -14,7 +14,7 @@ from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.sandbox.child import ExecutorProcess
-from dockyard_actors.sandbox.client import ExecutorClient
+from dockyard_actors.sandbox.client import ExecutorClient, ExecutorError
 from dockyard_actors.sandbox.types import Verdict
 
 log = logging.getLogger(__name__)
@@ -75,11 +75,33 @@ class Broker(Actor):
         return m.Scored(tuple(verdicts))
 
     async def _run(self, program: m.Program, deadline_s: float) -> Verdict:
-        return await self.client.run_program(
-            program.request_id,
-            program.source,
-            list(program.tests),
-            list(program.hidden_tests),
-            timeout_s=self.config.sandbox.timeout_s,
-            deadline_s=deadline_s,
-        )
+        """A program that got no verdict in time is `infra`: its sample is masked, the rest of its group is kept."""
+        try:
+            return await self.client.run_program(
+                program.request_id,
+                program.source,
+                list(program.tests),
+                list(program.hidden_tests),
+                timeout_s=self.config.sandbox.timeout_s,
+                deadline_s=deadline_s,
+            )
+        except ExecutorError as error:
+            log.warning("no verdict: %s", error)
+            self.report.count("unjudged", 1)
+            return no_verdict(program, str(error), self.isolation)
+
+
+def no_verdict(program: m.Program, error: str, isolation: str) -> Verdict:
+    return Verdict(
+        state="infra",
+        passed=0,
+        total=len(program.tests) + len(program.hidden_tests),
+        resolved=False,
+        tests=(),
+        stdout="",
+        stderr="",
+        error=error,
+        isolation=isolation,
+        seconds=0.0,
+        evidence_hash="",
+    )

@@ -45,6 +45,7 @@ def make_executor(config: Config, sockets: Path, logs: Path) -> tuple[ExecutorPr
         socket_path=socket,
         log_path=logs / "executor.log",
         workers=config.sandbox.workers,
+        memory_bytes=config.sandbox.memory_mib << 20,
         allow_weak=config.sandbox.allow_weak,
         start_s=config.sandbox.start_timeout_s,
     )

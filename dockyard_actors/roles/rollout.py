@@ -48,6 +48,7 @@ class Rollout(Actor):
         self.stopping = False
 
     async def on_start(self) -> None:
+        self.judge = broker_judge(self.ctx, self.config.rendezvous.ask_timeout_s)
         self.report = Reporter(self, doing="loading the model")
         self.report.facts["engine"] = self.config.generation.engine
         await self.seat.run(self.engine.start)
@@ -175,7 +176,7 @@ class Rollout(Actor):
         tokens, lengths = block.array("tokens"), block.array("lengths")
         texts = decode(self.engine, tokens, lengths)
         scores = await score(
-            broker_judge(self.ctx),
+            self.judge,
             self.config.reward.partial,
             [(task, text) for text in texts],
             self.config.sandbox.score_timeout_s,
@@ -211,7 +212,7 @@ class Rollout(Actor):
 
     @concurrent
     async def evaluate(self, msg: m.Evaluate) -> m.Evaluated:
-        return await evaluate(broker_judge(self.ctx), self.config, self.tasks, self.seat, self.report, msg)
+        return await evaluate(self.judge, self.config, self.tasks, self.seat, self.report, msg)
 
 
 def _output(block: Block) -> GroupOutput:

@@ -39,12 +39,12 @@ Judge = Callable[[Sequence[m.Program], float], Awaitable[Sequence[Verdict]]]
 """Gets one verdict a program, in order, within so many seconds."""
 
 
-def broker_judge(ctx: ActorContext) -> Judge:
-    """Verdicts from the broker; raises ActorError when it gave no answer in time."""
+def broker_judge(ctx: ActorContext, slack_s: float) -> Judge:
+    """Verdicts from the broker; raises ActorError when it gave no answer `slack_s` after the deadline it was given."""
 
     async def judge(programs: Sequence[m.Program], deadline_s: float) -> Sequence[Verdict]:
         message = m.ScorePrograms(programs=tuple(programs), deadline_s=deadline_s)
-        reply = await ctx.ref("broker").ask(message, deadline_s=deadline_s, retry=True)
+        reply = await ctx.ref("broker").ask(message, deadline_s=deadline_s + slack_s, retry=True)
         return reply.verdicts
 
     return judge

@@ -32,6 +32,7 @@ class ExecutorProcessConfig:
     socket_path: Path  # at most 107 bytes
     log_path: Path  # appended to over restarts
     workers: int = 2
+    memory_bytes: int | None = None  # of one program; None: the executor's default
     allow_weak: bool = False
     log_level: str = "info"
     start_s: float = 30.0  # from spawn to healthy: an interpreter and its fork servers on a busy machine
@@ -74,6 +75,8 @@ class ExecutorProcess:
             raise RuntimeError(f"the executor runs already (pid {self.pid})")
         command = self._command()
         environment = {key: value for key, value in os.environ.items() if key not in ("API_TOKEN", "API_TOKEN_FILE")}
+        if self.config.memory_bytes is not None:
+            environment["MEMORY_BYTES"] = str(self.config.memory_bytes)
         self.config.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.config.log_path.open("ab") as log:
             process = subprocess.Popen(

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dockyard_actors.runtime.rundir import RuntimeDir
 from tests.e2e.toy import inspect_ledger, up
 
 STEPS = 10
@@ -85,4 +86,5 @@ def test_killing_the_agent_itself_leaves_no_role_behind(tmp_path: Path) -> None:
     run.process.wait(30)
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=15)
     assert not alive
+    RuntimeDir().close()  # as the next agent does: sweeps the directory that a killed one could not remove
     assert inspect_ledger(run.run)[0] == 0

@@ -159,3 +159,23 @@ def test_a_socket_path_too_long_is_refused_early(directory: Path) -> None:
 async def test_waiting_for_a_child_never_started_is_an_error(child: ExecutorProcess) -> None:
     with pytest.raises(RuntimeError, match="never started"):
         await child.wait_dead()
+
+
+async def test_the_memory_limit_of_a_program_is_the_configured_one(tmp_path: Path) -> None:
+    source = "def f():\n    return len(bytearray(100 << 20))\n"
+    passed = {}
+    for mib in (64, 256):
+        socket = tmp_path / f"{mib}.sock"
+        child = ExecutorProcess(
+            ExecutorProcessConfig(socket, tmp_path / "executor.log", workers=1, memory_bytes=mib << 20)
+        )
+        await child.start()
+        try:
+            async with ExecutorClient(socket_path=socket) as client:
+                verdict = await client.run_program(
+                    "one", source, ["assert f() == 104857600"], [], timeout_s=10, deadline_s=60
+                )
+            passed[mib] = verdict.resolved
+        finally:
+            await child.stop()
+    assert passed == {64: False, 256: True}
