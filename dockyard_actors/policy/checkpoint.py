@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers.utils.logging import disable_progress_bar
 
 if TYPE_CHECKING:
     from dockyard_actors.policy.policy import Policy
@@ -23,6 +24,7 @@ LATEST = "latest"
 MODEL, STATE_TENSORS, STATE = "model.safetensors", "trainer_state.safetensors", "trainer_state.json"
 FORMAT = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
+COUNTERS = ("step", "version", "skipped_steps", "optimizer_steps")
 
 
 class CheckpointError(RuntimeError):
@@ -33,24 +35,22 @@ def save(policy: Policy, directory: Path) -> None:
     """Writes `directory` (which must not exist as a checkpoint of another step) and points `latest` beside it at it."""
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
+    for torn in directory.parent.glob(".*.tmp"):  # left by a killed save
+        shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
     scratch = directory.parent / f".{directory.name}.tmp"
-    if scratch.exists():  # left by a killed save
-        shutil.rmtree(scratch)
     scratch.mkdir()
     try:
         _write(policy, scratch)
         for path in scratch.iterdir():
             _sync(path)
         _sync(scratch)
-        if directory.exists():
-            old = directory.parent / f".{directory.name}.old"
-            if old.exists():
-                shutil.rmtree(old)
-            os.rename(directory, old)
-            os.rename(scratch, directory)
+        old = _set_aside(directory)
+        if old.exists():
             shutil.rmtree(old)
-        else:
-            os.rename(scratch, directory)
+        if directory.exists():  # a directory cannot be replaced in one step: `latest` puts it back if we die in between
+            os.rename(directory, old)
+        os.rename(scratch, directory)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -63,11 +63,17 @@ def latest(root: Path) -> Path | None:
     if not pointer.is_file():
         return None
     target = Path(root) / pointer.read_text().strip()
+    if not target.exists() and (old := _set_aside(target)).exists():
+        os.rename(old, target)
     if not (target / STATE).is_file():
         raise CheckpointError(
             f"{pointer} names {target.name!r}, which is no checkpoint; remove the pointer or restore it"
         )
     return target
+
+
+def _set_aside(directory: Path) -> Path:
+    return directory.parent / f".{directory.name}.old"
 
 
 def load(policy: Policy, directory: Path) -> None:
@@ -76,12 +82,17 @@ def load(policy: Policy, directory: Path) -> None:
     state = _read_json(directory / STATE)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{directory / STATE}: format {state.get('format')!r}, this version reads {FORMAT}")
+    if absent := [key for key in COUNTERS if not isinstance(state.get(key), int)]:
+        raise CheckpointError(f"{directory / STATE} lacks {', '.join(absent)}; take an earlier checkpoint")
     weights = _read_tensors(directory / MODEL)
     moments = _read_tensors(directory / STATE_TENSORS)
+    random_state = moments.pop("rng", None)
+    if random_state is None:
+        raise CheckpointError(f"{directory / STATE_TENSORS} lacks the random state; take an earlier checkpoint")
     _compare(weights, policy.parameters, directory / MODEL)
     expected = {f"{kind}.{name}": p for name, p in policy.parameters.items() for kind in MOMENTS}
     if state["optimizer_steps"]:
-        _compare({k: v for k, v in moments.items() if k != "rng"}, expected, directory / STATE_TENSORS)
+        _compare(moments, expected, directory / STATE_TENSORS)
     with torch.no_grad():
         for name, parameter in policy.parameters.items():
             parameter.copy_(weights[name])
@@ -93,10 +104,11 @@ def load(policy: Policy, directory: Path) -> None:
                 **{kind: moments[f"{kind}.{name}"].contiguous() for kind in MOMENTS},
             }
     policy.step, policy.version, policy.skipped_steps = state["step"], state["version"], state["skipped_steps"]
-    torch.set_rng_state(moments["rng"])
+    torch.set_rng_state(random_state)
 
 
 def _write(policy: Policy, scratch: Path) -> None:
+    disable_progress_bar()  # a bar per shard would only garble the trainer's log
     policy.model.save_pretrained(scratch)
     policy.tokenizer.save_pretrained(scratch)
     tensors: dict[str, torch.Tensor] = {"rng": torch.get_rng_state()}
