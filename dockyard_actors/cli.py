@@ -72,7 +72,11 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--rollouts", action="store_true", help="the newest readable samples")
     inspect.add_argument("--json", action="store_true", help="as JSON")
     evaluate = commands.add_parser("eval", help="pass@1 of a checkpoint, at T=1 and greedy, through the same executor")
-    evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="a model directory, such as RUN/checkpoints/latest")
+    evaluate.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a model directory, RUN/checkpoints/latest, or a run (its newest checkpoint)",
+    )
     evaluate.add_argument("--tasks", default="functions", metavar="FILE", help="task file, or functions, or repair")
     evaluate.add_argument("--samples", type=int, default=8, help="samples a task at T=1 (default 8)")
     evaluate.add_argument(
@@ -253,12 +257,12 @@ def ranges(ids: Sequence[int], limit: int = 12) -> str:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from dockyard_actors.offline_eval import config_of, evaluate_checkpoint
+    from dockyard_actors.offline_eval import config_of, evaluate_checkpoint, resolve
     from dockyard_actors.tasks.dataset import TaskFileError
 
     if args.samples < 8:
         raise UsageError(f"--samples {args.samples}: at least 8, fewer say little about a pass rate")
-    checkpoint = Path(args.checkpoint)
+    checkpoint = resolve(Path(args.checkpoint))
     config = config_of(checkpoint, args.eval_overrides)
     try:
         report = asyncio.run(

@@ -19,6 +19,16 @@ from dockyard_actors.tasks.types import Task
 VERSION = 0  # a checkpoint has one set of weights; its version only has to agree with itself
 
 
+def resolve(path: Path) -> Path:
+    """The model directory that `path` means: itself, what a `latest` pointer names, or a run's newest checkpoint. Raises ConfigError."""
+    pointer = path / "checkpoints" / "latest" if (path / "checkpoints").is_dir() else path
+    if pointer.is_file() and pointer.name == "latest":
+        path = pointer.parent / pointer.read_text().strip()
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: no model directory (config.json is missing); a run keeps them in RUN/checkpoints/")
+    return path
+
+
 def config_of(checkpoint: Path, overrides: list[str]) -> Config:
     """The configuration of the run that wrote the checkpoint, or the defaults for a model directory that no run wrote."""
     written = checkpoint.resolve().parent.parent / "config.resolved.yaml"
@@ -42,10 +52,6 @@ async def evaluate_checkpoint(
     from dockyard_actors.roles.evaluation import evaluate
     from dockyard_actors.tasks.dataset import load_tasks
 
-    if not (checkpoint / "config.json").is_file():
-        raise ConfigError(
-            f"{checkpoint}: no model directory (config.json is missing); a run keeps them in RUN/checkpoints/"
-        )
     tasks = load_tasks(tasks_source)
     with tempfile.TemporaryDirectory(prefix="dy-") as scratch:
         executor, client = make_executor(config, Path(scratch), Path(scratch))

@@ -115,7 +115,10 @@ def summarise(
     if torn:
         warnings.append(f"the journal ended in {torn} torn bytes, which were cut")
     if not audit.exact:
-        warnings.append(f"THE LEDGER IS NOT EXACT: {'; '.join([*audit.in_two, *map(str, audit.in_none)][:5])}")
+        outcome, cause = (
+            "failed",
+            f"the ledger is not exact: {'; '.join([*audit.in_two, *map(str, audit.in_none)][:5])}",
+        )
     causes = {
         kind: dict(Counter(e.cause for e in events if isinstance(e, Closed) and e.outcome == kind))
         for kind in ("filtered", "failed")
