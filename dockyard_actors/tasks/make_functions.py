@@ -40,7 +40,7 @@ def _task(variant: Variant, number: int) -> Task:
     tests = tuple(case.test(variant.name) for case in visible)
     prefix = f"{variant.header}\n    return"
     return Task(
-        id=f"{variant.name}/{number}",
+        id=f"{variant.name}-{number}",
         split=variant.split,
         prompt=f"{prefix} {variant.wrong}\n\n" + "\n".join(tests) + f"\n\n# Fixed: return {variant.intent}\n{prefix}",
         prefix=prefix,

@@ -30,9 +30,13 @@ def _parse(code: str) -> ast.Module | str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SyntaxWarning such as `x is 3`: allowed, and not for the terminal
         try:
-            return ast.parse(code)
+            tree = ast.parse(code)
+            compile(
+                tree, "<code>", "exec", dont_inherit=True
+            )  # finds what a parse does not: `return` outside a function
         except _COMPILE_ERRORS as error:
             return _reason(error)
+    return tree
 
 
 def _reason(error: BaseException) -> str:

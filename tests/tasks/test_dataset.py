@@ -2,13 +2,16 @@
 
 import json
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dockyard_actors.tasks.answer import build_program
 from dockyard_actors.tasks.dataset import NAMES, TaskFileError, encode_tasks, load_tasks, parse_tasks
-from dockyard_actors.tasks.types import TaskSet
+from dockyard_actors.tasks.types import Task, TaskSet
 
 GOOD = {
     "id": "double",
@@ -89,6 +92,7 @@ def test_a_missing_field_is_named(field):
         ({"tests": ["assert double(2) == 4\x00"]}, "tests", "does not compile"),
         ({"tests": ["double(2) == 4"]}, "tests", "not an assert"),
         ({"tests": ["# nothing"]}, "tests", "not an assert"),
+        ({"tests": ["return 3\nassert True"]}, "tests", "outside function"),
         ({"hidden_tests": ["assert ("]}, "hidden_tests", "does not compile"),
         ({"prefix": "def double(x)) :\n    return"}, "prefix", "Nothing the model adds"),
         ({"prefix": "def double(x):\nreturn"}, "prefix", "Nothing the model adds"),
@@ -219,3 +223,16 @@ def tolerated(raw: bytes) -> None:
 
 def test_the_names_are_those_of_the_package():
     assert NAMES == ("functions", "repair")
+
+
+def test_the_example_and_the_figures_of_the_documentation_are_true():
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+    (example,) = re.findall(r"```json\n(.*?)\n```", page, re.DOTALL)
+    task = parse_tasks(example.encode(), "docs/tasks.md").train[0]
+    assert build_program(task, " x * 2\n\nprint(1)") == "def double(x):\n    return x * 2\n"
+    functions, repair = load_tasks("functions"), load_tasks("repair")
+    families = len({task.family for task in functions.all})
+    assert f"{len(functions.all)} one-line Python functions with a bug, in {families} families" in page
+    assert f"{len(functions.heldout)} are held out" in page
+    assert f"{len(repair.train):,} training tasks and {len(repair.heldout)} held out" in page
+    assert all(f"| `{field}` |" in page for field in Task.__struct_fields__)
