@@ -77,7 +77,7 @@ class GenerationConfig(Section):
 class RewardConfig(Section):
     """1 when every test passes, else `partial` times the share of tests that pass."""
 
-    partial: float = Field(default=0.3, ge=0, lt=1)
+    partial: float = Field(default=0.3, ge=0, le=1)
 
 
 class WarmupConfig(Section):
@@ -246,6 +246,10 @@ def load_config(path: Path | None, overrides: list[str] | None = None, environ: 
         _merge(tree, _nest(key.split("."), _scalar(value)), f"override {key}", problems)
     if problems:
         raise ConfigError("\n".join(problems))
+    optimizer = tree.get("optimizer", {})
+    if optimizer.get("schedule", "constant") != "constant" and optimizer.get("total_steps") is None:
+        steps = tree.get("grpo", {}).get("max_num_steps", GrpoConfig().max_num_steps)
+        optimizer["total_steps"] = steps  # a schedule ends with the run unless it says otherwise
     try:
         config = Config(**tree)
     except ValidationError as error:

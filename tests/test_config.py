@@ -79,3 +79,12 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
 )
 def test_every_shipped_config_is_valid(path: Path) -> None:
     load_config(path, [], {})
+
+
+def test_a_schedule_ends_with_the_run_unless_told_otherwise() -> None:
+    config = load_config(None, [TIS, "optimizer.schedule=linear", "grpo.max_num_steps=37"], {})
+    assert config.optimizer.total_steps == 37
+    assert (
+        load_config(None, [TIS, "optimizer.schedule=linear", "optimizer.total_steps=90"], {}).optimizer.total_steps
+        == 90
+    )
