@@ -16,14 +16,17 @@ from dockyard_actors.observe.rollouts import RolloutSample, RolloutWriter
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.observe.summary import PassRates
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.admission import PromptOrder, hand_out, room
+from dockyard_actors.roles.admission import NoPrompts, PromptOrder, hand_out, room
 from dockyard_actors.roles.journal import Journal
 from dockyard_actors.roles.ledger import (
+    QUARANTINED,
     Buffered,
     Checkpointed,
     Closed,
     Event,
     Freed,
+    Fresh,
+    Lease,
     Ledger,
     Opened,
     Published,
@@ -51,6 +54,7 @@ class Controller(Actor):
         self.metrics = MetricsWriter(run_dir.metrics)
         self.rollouts = RolloutWriter(run_dir.rollouts, per_step=config.observe.rollouts_per_step)
         self.fresh = False  # engines hold the newest weights: admission is open
+        self.dead: dict[str, int] = {}  # rollout → its newest incarnation that is known to be dead
         self.stopping = False
         self.finished = ""
         self.phase = "starting"
@@ -71,7 +75,10 @@ class Controller(Actor):
             # The whole run was stopped: what was buffered lived in the memory of processes that are gone.
             self._record(*(Freed(lease.id, "host_lost") for lease in ledger.open.values()))
         elif self.journal.recovered:
-            self.fresh = True  # only this process was restarted; engines and trainer are as they were
+            # Only this process was restarted; engines, trainer and buffer are as they were.
+            self.fresh = ledger.fresh
+            closed = tuple(lease.id for lease in ledger.leases.values() if lease.ref and lease.id not in ledger.open)
+            self.ctx.spawn(self._release(closed), name="free what the journal closed")
             self.warnings.append("the controller was restarted and rebuilt from its journal")
         self._record(Opened(self.run_dir.path.name, self.config.run.seed, self.session))
         for index in range(self.config.rollout.count):
@@ -80,23 +87,40 @@ class Controller(Actor):
 
     async def on_stop(self) -> None:
         self.journal.close()
+        self.metrics.close()
+        self.rollouts.close()
 
     async def on_death(self, death: Death) -> None:
         holder = f"{death.name}#{death.incarnation}"
         lost = self.ledger.held_by(holder)
+        self.dead[death.name] = max(death.incarnation, self.dead.get(death.name, 0))
         if death.clean and not lost:
             return
-        self._record(*(Freed(lease.id, "holder_died") for lease in lost))
-        self.metrics.event("death", f"{holder}: {death.cause}", leases=len(lost))
-        log.warning("%s died (%s); its %d leases will be handed out again", holder, death.cause, len(lost))
+        self._lost(holder, death.cause, lost)
+
+    def _lost(self, holder: str, cause: str, leases: list[Lease]) -> None:
+        self._record(*(Freed(lease.id, "holder_died") for lease in leases))
+        self.metrics.event("death", f"{holder}: {cause}", leases=len(leases))
+        log.warning("%s died (%s); its %d leases will be handed out again", holder, cause, len(leases))
         self._wake()
 
     def _record(self, *events: Event) -> None:
-        """Applies and journals events; durable when this returns."""
+        """Applies and journals events; they, and whatever was applied before, are durable when this returns."""
         for event in events:
-            self.ledger.apply(event)
-            self.journal.append(event)
-        self.journal.commit()
+            self._apply(event)
+        self._commit()
+
+    def _apply(self, event: Event) -> None:
+        self.ledger.apply(event)
+        self.journal.append(event)
+
+    def _commit(self) -> None:
+        try:
+            self.journal.commit()
+        except OSError as error:
+            # The ledger in memory is ahead of the disk. Nothing is acknowledged, and the next process starts from the disk.
+            self.ctx.system.crash(error, "the journal")
+            raise
 
     def _wake(self) -> None:
         self._changed.set()
@@ -119,37 +143,41 @@ class Controller(Actor):
                 continue  # the last look happens with nothing left to wait for
 
     def _grant(self, msg: m.LeasePrompts) -> list[m.Granted]:
+        if msg.incarnation <= self.dead.get(msg.rollout, 0):
+            return []  # its question outlived it: nobody would end the leases
+        if lost := self.ledger.held_by_older(msg.rollout, msg.incarnation):
+            self._lost(lost[0].holder, "its successor asks for work", lost)  # nobody told this controller
         if not self.fresh or self.stopping or self.finished:
             return []
         holder = f"{msg.rollout}#{msg.incarnation}"
-        events: list[Event] = []
         granted: list[m.Granted] = []
         for lease in self.ledger.waiting()[: msg.capacity]:
-            event = hand_out(lease, holder, self.config.group.max_attempts)
-            self.ledger.apply(event)
-            events.append(event)
+            self._apply(hand_out(lease, holder, self.config.group.max_attempts))
             if lease.state == "in_flight":
                 granted.append(m.Granted(lease.id, lease.prompt, lease.epoch, lease.attempt))
-        for _ in range(min(msg.capacity - len(granted), room(self.ledger, self.config))):
-            event = self.prompts.issue(self.ledger, holder)
-            self.ledger.apply(event)
-            events.append(event)
-            granted.append(m.Granted(event.lease, event.prompt, event.epoch, event.attempt))
-        for event in events:
-            self.journal.append(event)
-        self.journal.commit()
+        try:
+            for _ in range(min(msg.capacity - len(granted), room(self.ledger, self.config))):
+                event = self.prompts.issue(self.ledger, holder)
+                self._apply(event)
+                granted.append(m.Granted(event.lease, event.prompt, event.epoch, event.attempt))
+        except NoPrompts:
+            if not granted:
+                raise
+        finally:
+            self._commit()
         return granted
 
-    async def close_lease(self, msg: m.CloseLease) -> m.Done:
+    async def close_lease(self, msg: m.CloseLease) -> m.LeaseIs:
         lease = self.ledger.open.get(msg.lease)
-        if lease is None:
-            return m.Done()
-        if msg.retry_prompt and lease.attempt >= 2:
-            self._record(Closed(lease.id, msg.outcome, f"quarantined: {msg.cause}"))
+        if lease is None or (lease.buffered and msg.outcome == "failed"):
+            self._record()
+            return m.LeaseIs(owned=lease is not None)
+        if msg.retry_prompt and lease.retry_of >= 0:
+            self._record(Closed(lease.id, msg.outcome, f"{QUARANTINED}: {msg.cause}"))
         else:
             self._record(Closed(lease.id, msg.outcome, msg.cause, retry=msg.retry_prompt))
         self._wake()
-        return m.Done()
+        return m.LeaseIs(owned=False)
 
     async def samples(self, msg: m.ReportSamples) -> m.Done:
         for sample in msg.samples:
@@ -163,6 +191,7 @@ class Controller(Actor):
         if lease is None:
             return m.Accepted(False, f"lease {msg.meta.lease} is closed")
         if lease.buffered:
+            self._record()
             same = lease.ref == msg.ref
             return m.Accepted(same, "" if same else f"lease {lease.id} was already filled by another push")
         self._record(Buffered(msg.meta, msg.ref))
@@ -206,7 +235,9 @@ class Controller(Actor):
                 seed=config.run.seed,
                 steps=config.grpo.max_num_steps,
             )
-        self.fresh = True
+        if not self.fresh:
+            self._record(Fresh(msg.version))
+            self.fresh = True
         self._wake()
         return m.Done()
 
@@ -219,12 +250,17 @@ class Controller(Actor):
             )
             leases = (*msg.trained, *(lease for lease, _ in msg.filtered))
             self.ctx.spawn(self._after_step(msg.step, leases), name=f"after step {msg.step}")
+        else:
+            self._record()
         return m.StepAck(self.stopping)
 
-    async def _after_step(self, step: int, leases: tuple[int, ...]) -> None:
+    async def _release(self, leases: tuple[int, ...]) -> None:
         await self.ctx.ref("buffer").ask(
             m.ReleaseGroups(leases), deadline_s=self.config.supervision.start_timeout_s, retry=True
         )
+
+    async def _after_step(self, step: int, leases: tuple[int, ...]) -> None:
+        await self._release(leases)
         if step % PLOT_EVERY == 0:
             await asyncio.to_thread(reward_png, self.run_dir)
 

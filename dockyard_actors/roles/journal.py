@@ -104,6 +104,8 @@ class Journal(Generic[E]):
 
     def close(self) -> None:
         if self._fd >= 0:
-            self.commit()
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                self.commit()
+            finally:
+                os.close(self._fd)
+                self._fd = -1

@@ -80,6 +80,14 @@ class Freed(msgspec.Struct, frozen=True, tag="freed"):
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
+    """A weight version was given away: its weights go out to the engines, which are stale until `Fresh`."""
+
+    version: int
+
+
+class Fresh(msgspec.Struct, frozen=True, tag="fresh"):
+    """Every engine holds this version: new groups may be issued."""
+
     version: int
 
 
@@ -100,7 +108,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
     session: str  # changes when the whole run was stopped: every buffered tensor of an earlier session is gone
 
 
-Event = Opened | Issued | Handed | Buffered | Stepped | Closed | Freed | Published | Checkpointed | RolledBack
+Event = Opened | Issued | Handed | Buffered | Stepped | Closed | Freed | Published | Fresh | Checkpointed | RolledBack
 
 
 class LedgerError(RuntimeError):
@@ -115,6 +123,7 @@ class Lease(msgspec.Struct):
     epoch: int
     attempt: int
     holder: str  # "" while it waits to be handed out again
+    retry_of: int = -1
     state: str = "in_flight"
     cause: str = ""
     step: int = -1
@@ -133,6 +142,7 @@ class Ledger:
         self.leases: dict[int, Lease] = {}
         self.open: dict[int, Lease] = {}  # in flight, buffered ones included
         self.version = -1  # newest weight version ever published; never repeats
+        self.fresh = False  # the engines hold `version`, and nothing was trained since
         self.step = 0
         self.checkpoint_step = 0
         self.counts: Counter[str] = Counter()
@@ -160,6 +170,12 @@ class Ledger:
 
     def held_by(self, holder: str) -> list[Lease]:
         return [lease for lease in self.open.values() if lease.holder == holder and not lease.buffered]
+
+    def held_by_older(self, name: str, incarnation: int) -> list[Lease]:
+        """Leases of earlier incarnations of a rollout, which are dead when this one lives."""
+        held = (lease for lease in self.open.values() if lease.holder and not lease.buffered)
+        parts = ((lease, lease.holder.rpartition("#")) for lease in held)
+        return [lease for lease, (holder, _, number) in parts if holder == name and int(number) < incarnation]
 
     def summary(self) -> dict[str, int]:
         return {
@@ -189,7 +205,7 @@ class Ledger:
             case Issued():
                 if event.lease != self.next_lease():
                     raise LedgerError(f"lease {event.lease} issued out of order; expected {self.next_lease()}")
-                lease = Lease(event.lease, event.prompt, event.epoch, event.attempt, event.holder)
+                lease = Lease(event.lease, event.prompt, event.epoch, event.attempt, event.holder, event.retry_of)
                 self.leases[lease.id] = self.open[lease.id] = lease
                 self.draws = max(self.draws, event.draw + 1)
                 if event.retry_of >= 0:
@@ -209,7 +225,7 @@ class Ledger:
                     raise LedgerError(f"step {event.step} trains a lease twice: {event.trained}")
                 for lease in leases:
                     self._close(lease, "trained", step=event.step)
-                self.step = event.step
+                self.step, self.fresh = event.step, False
             case Closed():
                 if event.outcome not in self.causes:
                     raise LedgerError(f"unknown outcome {event.outcome!r}; known: {', '.join(self.causes)}")
@@ -225,7 +241,9 @@ class Ledger:
             case Published():
                 if event.version <= self.version:
                     raise LedgerError(f"weight version {event.version} was published before (newest is {self.version})")
-                self.version = event.version
+                self.version, self.fresh = event.version, False
+            case Fresh():
+                self.fresh = True
             case Checkpointed():
                 self.checkpoint_step = event.step
             case RolledBack():
@@ -242,8 +260,9 @@ class Ledger:
                     lease.cause = "rolled_back"
                     self.open[lease_id] = lease
                 self.rolled_back += len(event.leases)
-                self.step = event.step
+                self.step, self.fresh = event.step, False
             case Opened():
+                self.fresh = self.fresh and event.session == self.session
                 self.session = event.session
 
     def after(self, step: int) -> tuple[int, ...]:

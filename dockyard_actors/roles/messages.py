@@ -49,7 +49,13 @@ class LeasePrompts(Message[Grants], frozen=True, tag=True):
     wait_s: float
 
 
-class CloseLease(Message[Done], frozen=True, tag=True):
+class LeaseIs(msgspec.Struct, frozen=True, tag=True):
+    """`owned` True: the lease stays open, the buffer has its group; what a rollout says of it comes too late."""
+
+    owned: bool
+
+
+class CloseLease(Message[LeaseIs], frozen=True, tag=True):
     """A rollout or the buffer ends a lease. Retryable: a lease that is closed already stays as it is."""
 
     lease: int
