@@ -41,14 +41,21 @@ class Buffer(Actor):
         self.plane = plane
         self.groups: dict[int, Held] = {}
         self._changed = asyncio.Event()
-        self.taken_at_version = -1
+        self._accepting: set[asyncio.Task[m.Pushed]] = set()
+        self._trainer_deaths = 0
 
     async def on_start(self) -> None:
         self.report = Reporter(self, doing="holding groups")
         self.ctx.watch("trainer")
         await self._reconcile()
 
+    async def on_stop(self) -> None:
+        for task in self._accepting:
+            task.cancel()
+
     async def on_death(self, death: Death) -> None:
+        self._trainer_deaths += 1
+        self._wake()  # a question that outlived its trainer ends
         if death.clean:
             return
         log.warning(
@@ -58,13 +65,15 @@ class Buffer(Actor):
 
     async def _reconcile(self) -> None:
         """Three-way: what is held here, what the journal has open, what the trainer had taken."""
+        # What is pushed or taken while the controller is asked is the business of the living.
+        before = {lease: held.taken for lease, held in self.groups.items()}
         reply = await self.ctx.ref("controller").ask(
-            m.ReconcileBuffer(tuple(self.groups)), deadline_s=self.config.supervision.start_timeout_s, retry=True
+            m.ReconcileBuffer(tuple(before)), deadline_s=self.config.supervision.start_timeout_s, retry=True
         )
         wanted = {group.meta.lease: group for group in reply.groups}
-        gone = [lease for lease in self.groups if lease not in wanted]
+        gone = [lease for lease in before if lease not in wanted and lease in self.groups]
         new = [lease for lease in wanted if lease not in self.groups]
-        returned = [lease for lease, held in self.groups.items() if held.taken and lease in wanted]
+        returned = [lease for lease, taken in before.items() if taken and lease in wanted and lease in self.groups]
         for lease in gone:
             self.plane.release(self.groups.pop(lease).ref)
         for lease in returned:
@@ -87,11 +96,18 @@ class Buffer(Actor):
     async def push(self, msg: m.PushGroup) -> m.Pushed:
         if msg.meta.lease in self.groups:
             return m.Pushed(True)
+        # In a task of its own: what the journal owns is held here, even when the pusher gives up waiting.
+        accepting = asyncio.ensure_future(self._accept(msg.meta, msg.ref))
+        self._accepting.add(accepting)
+        accepting.add_done_callback(self._accepting.discard)
+        return await asyncio.shield(accepting)
+
+    async def _accept(self, meta: GroupMeta, ref: TensorRef) -> m.Pushed:
         reply = await self.ctx.ref("controller").ask(
-            m.AcceptGroup(meta=msg.meta, ref=msg.ref), deadline_s=self.config.rendezvous.ask_timeout_s, retry=True
+            m.AcceptGroup(meta=meta, ref=ref), deadline_s=self.config.rendezvous.ask_timeout_s, retry=True
         )
-        if reply.owned and msg.meta.lease not in self.groups:
-            self.groups[msg.meta.lease] = Held(msg.meta, msg.ref)
+        if reply.owned and meta.lease not in self.groups:
+            self.groups[meta.lease] = Held(meta, ref)
             self._wake()
         return m.Pushed(reply.owned, reply.why)
 
@@ -99,8 +115,11 @@ class Buffer(Actor):
     async def take(self, msg: m.TakeGroups) -> m.Batch:
         loop = asyncio.get_running_loop()
         until = loop.time() + msg.wait_s
+        deaths = self._trainer_deaths
         while True:
             await self._expire(msg.version, msg.max_age)
+            if deaths != self._trainer_deaths:
+                return m.Batch((), 0)  # whoever asked is dead and would take the groups with it
             ready = [held for held in self.groups.values() if not held.taken]
             if len(ready) >= msg.count:
                 chosen = choose(ready, msg.count)
