@@ -1,0 +1,166 @@
+"""Fresh means: every engine that still counts has said so, with the digest of the bytes it read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.synchronizer import WeightSyncFailed, WeightSynchronizer, digest_of
+from dockyard_actors.runtime.actor import Actor
+from dockyard_actors.runtime.system import ActorSystem
+from dockyard_actors.transport.weights_shm import WeightRef
+from tests.roles.world import eventually
+
+
+class ScriptedPublisher:
+    """Test only: two slots that are numbers in memory; refuses a third version while two are held, as the real one does."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.dropped = 0
+        self.closed = False
+
+    def slot(self, version: int) -> dict[str, np.ndarray]:
+        assert len(self.held) < 2, f"version {version} finds both slots held by {self.held}"
+        self.array = np.zeros(1)
+        return {"w": self.array}
+
+    def publish(self, version: int) -> WeightRef:
+        self.held.append(version)
+        return WeightRef("arena", version % 2, version, version, (int(self.array[0]),), "host", "/nowhere")
+
+    def release(self, version: int) -> bool:
+        self.held.remove(version)
+        return True
+
+    def drop_predecessors(self) -> int:
+        self.dropped += 1
+        return 0
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Member(Actor):
+    """Test only: a rollout that answers weights with what `answer` returns."""
+
+    def __init__(self, answer: Callable[[WeightRef], m.Applied] | None = None):
+        self.answer = answer or (lambda ref: m.Applied(ref.version, digest_of(ref)))
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.asked: list[int] = []
+
+    async def update(self, msg: m.UpdateWeights) -> m.Applied:
+        self.asked.append(msg.ref.version)
+        await self.gate.wait()
+        return self.answer(msg.ref)
+
+
+def wrong_digest(ref: WeightRef) -> m.Applied:
+    return m.Applied(ref.version, digest_of(ref) ^ 1)
+
+
+def wrong_version(ref: WeightRef) -> m.Applied:
+    return m.Applied(ref.version - 1, digest_of(ref))
+
+
+def broken(ref: WeightRef) -> m.Applied:
+    raise ValueError("checksum of layer 3")
+
+
+@asynccontextmanager
+async def syncing(*members: Member | None, timeout_s: float = 15.0) -> AsyncIterator[Any]:
+    """A synchronizer and its members; None is one that never comes up."""
+    async with ActorSystem() as system:
+        names = [f"rollout-{i}" for i in range(len(members))]
+        for name, member in zip(names, members, strict=True):
+            if member is not None:
+                await system.start(member, name)
+        publisher = ScriptedPublisher()
+        sync = WeightSynchronizer(system, publisher, names, timeout_s)  # type: ignore[arg-type]
+        yield sync, publisher
+        for member in members:
+            if member is not None:
+                member.gate.set()
+
+
+def write(value: float) -> Callable[[dict[str, np.ndarray]], None]:
+    return lambda buffers: buffers["w"].fill(value)
+
+
+async def test_it_starts_stale_with_nothing_to_load() -> None:
+    async with syncing(Member()) as (sync, _):
+        assert sync.is_stale
+        assert sync.current() == m.NoWeights()
+
+
+async def test_it_is_fresh_only_when_every_member_has_acknowledged() -> None:
+    slow = Member()
+    slow.gate.clear()
+    async with syncing(Member(), slow) as (sync, _):
+        ref = sync.write(0, write(1.0))
+        running = asyncio.ensure_future(sync.sync_weights(ref))
+        await eventually(lambda: slow.asked)
+        assert sync.is_stale
+        assert sync.current() == m.Weights(ref), "who joins now loads what is being sent"
+        slow.gate.set()
+        assert await running == []
+        assert not sync.is_stale
+
+
+@pytest.mark.parametrize("answer", [wrong_digest, wrong_version, broken])
+async def test_a_member_with_a_wrong_answer_is_left_out(answer: Callable[[WeightRef], m.Applied]) -> None:
+    async with syncing(Member(), Member(answer)) as (sync, _):
+        assert await sync.sync_weights(sync.write(0, write(1.0))) == ["rollout-1"]
+        assert not sync.is_stale
+
+
+async def test_a_member_that_does_not_answer_in_time_is_left_out_and_asked_again_for_the_next_version() -> None:
+    slow = Member()
+    slow.gate.clear()
+    async with syncing(slow, Member(), timeout_s=0.2) as (sync, _):
+        assert await sync.sync_weights(sync.write(0, write(1.0))) == ["rollout-0"]
+        slow.gate.set()
+        assert await sync.sync_weights(sync.write(1, write(2.0))) == []
+        assert slow.asked == [0, 1]
+
+
+@pytest.mark.parametrize("members", [(None,), (Member(wrong_digest), None)], ids=["absent", "wrong and absent"])
+async def test_no_member_left_is_an_error_and_everything_stays_stale(members: tuple[Member | None, ...]) -> None:
+    async with syncing(*members, timeout_s=0.2) as (sync, publisher):
+        with pytest.raises(WeightSyncFailed, match=r"took weights version 0 .*weight_sync\.timeout_s"):
+            await sync.sync_weights(sync.write(0, write(1.0)))
+        assert sync.is_stale
+        assert publisher.held == [0], "an engine that restarts may still load them"
+
+
+async def test_the_slot_of_the_last_version_is_released_once_the_next_arrived() -> None:
+    async with syncing(Member()) as (sync, publisher):
+        for version in range(5):
+            sync.mark_stale()
+            ref = sync.write(version, write(float(version)))
+            assert sync.is_stale
+            assert publisher.held == [version - 1, version][version == 0 :]
+            await sync.sync_weights(ref)
+            assert publisher.held == [version]
+        assert publisher.dropped == 5
+
+
+async def test_the_digest_tells_entries_and_their_order_apart() -> None:
+    def ref(*checksums: int) -> WeightRef:
+        return WeightRef("arena", 0, 0, 0, checksums, "host", "/nowhere")
+
+    assert len({digest_of(ref(1, 2)), digest_of(ref(2, 1)), digest_of(ref(1, 3)), digest_of(ref(1))}) == 4
+    assert digest_of(ref(1, 2)) == digest_of(WeightRef("other", 1, 9, 8, (1, 2), "host", "/"))
+
+
+async def test_shutdown_closes_the_publisher() -> None:
+    async with syncing(Member()) as (sync, publisher):
+        sync.shutdown()
+        assert publisher.closed
