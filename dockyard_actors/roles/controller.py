@@ -218,6 +218,7 @@ class Controller(Actor):
         return m.Welcome(self.ledger.step, self.ledger.version, len(back))
 
     async def next_version(self, msg: m.NextVersion) -> m.VersionIs:
+        self.fresh = False
         self._record(Published(self.ledger.version + 1))
         return m.VersionIs(self.ledger.version)
 

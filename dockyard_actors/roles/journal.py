@@ -33,20 +33,14 @@ def _scan(raw: bytes, path: Path, decoder: msgspec.msgpack.Decoder[E]) -> tuple[
     records: list[E] = []
     at = 0
     while at < len(raw):
-        if at + _HEAD.size > len(raw):
+        payload, end = _record_at(raw, at)
+        if payload is None:
+            if end < len(raw) or _whole_record_follows(raw, at):
+                raise JournalDamaged(
+                    f"{path}: record {len(records)} at byte {at} does not read back, and it is no torn tail: more follows it. "
+                    "Restore the file from a copy, or start a new run from the newest checkpoint."
+                )
             break
-        length, digest = _HEAD.unpack_from(raw, at)
-        end = at + _HEAD.size + length
-        if length > MAX_RECORD_BYTES or end > len(raw):
-            break
-        payload = raw[at + _HEAD.size : end]
-        if xxhash.xxh32_intdigest(payload) != digest:
-            if end == len(raw):
-                break
-            raise JournalDamaged(
-                f"{path}: record {len(records)} at byte {at} fails its checksum and {len(raw) - end} bytes follow it. "
-                "This is no torn tail. Restore the file from a copy, or start a new run from the newest checkpoint."
-            )
         try:
             records.append(decoder.decode(payload))
         except msgspec.ValidationError as error:
@@ -55,6 +49,23 @@ def _scan(raw: bytes, path: Path, decoder: msgspec.msgpack.Decoder[E]) -> tuple[
             ) from error
         at = end
     return records, at
+
+
+def _record_at(raw: bytes, at: int) -> tuple[bytes | None, int]:
+    """The payload of the record at byte `at`, None when it is not whole; and where it ends by its own account, at most the file's end."""
+    if at + _HEAD.size > len(raw):
+        return None, len(raw)
+    length, digest = _HEAD.unpack_from(raw, at)
+    end = at + _HEAD.size + length
+    if not 0 < length <= MAX_RECORD_BYTES or end > len(raw):
+        return None, len(raw)
+    payload = raw[at + _HEAD.size : end]
+    return (payload if xxhash.xxh32_intdigest(payload) == digest else None), end
+
+
+def _whole_record_follows(raw: bytes, at: int) -> bool:
+    """Whether a record begins anywhere behind `at`: a damaged length is then no torn tail, whatever it claims."""
+    return any(_record_at(raw, start)[0] is not None for start in range(at + 1, len(raw) - _HEAD.size))
 
 
 def read_journal(path: Path, kind: Any) -> tuple[list[Any], int]:

@@ -143,7 +143,8 @@ class Learner:
         result = self._optimize(batch, _denominators(metas))
         self.step += 1
         self.policy.version = version
-        trained = tuple(meta.lease for meta, teaches in zip(metas, signal, strict=True) if teaches)
+        lost = "nonfinite_gradient" if result.metrics.skipped and batch.micro_batches else ""
+        trained = tuple(meta.lease for meta, teaches in zip(metas, signal, strict=True) if teaches and not lost)
         return StepOutcome(
             step=self.step,
             version=version,
@@ -152,7 +153,11 @@ class Learner:
             lr=result.metrics.lr,
             tokens=batch.sampled_tokens,
             trained=trained,
-            filtered=tuple((m.lease, _why(m)) for m, teaches in zip(metas, signal, strict=True) if not teaches),
+            filtered=tuple(
+                (meta.lease, lost if teaches else _why(meta))
+                for meta, teaches in zip(metas, signal, strict=True)
+                if lost or not teaches
+            ),
             diagnostics=_figures(result, batch, group_stats(rewards, valid, advantages), version),
         )
 

@@ -74,6 +74,8 @@ def _score(partial: float, answer: str | MalformedAnswer, verdict: Verdict | Non
     if verdict is None:
         raise AssertionError("a program was sent and no verdict came back")
     reward = reward_of(verdict.state, verdict.passed, verdict.total, partial=partial)
+    if reward == 1.0 and not verdict.resolved:
+        reward = 0.0  # every test passed and then the program broke a limit: no solution
     return Score(reward, verdict.resolved, answer, "", verdict)
 
 

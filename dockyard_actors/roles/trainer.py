@@ -230,6 +230,9 @@ class Trainer(Actor):
                 shown += [sample for reply in replies for sample in reply.examples]
                 record = eval_record(replies, self.learner.step, split, mode, time.perf_counter() - started)
                 await self.tell(m.ReportEval(record=record))
+                if record.masked:
+                    text = f"evaluation {when}, {split} {mode}: {record.masked} samples got no verdict and are left out"
+                    await self.tell(m.Warn(text=text))
         if shown:
             await self.tell(m.ReportExamples(samples=tuple(shown[:FINAL_EXAMPLES])))
 
@@ -258,6 +261,7 @@ def eval_record(
         tasks=len(rates),
         seconds=seconds,
         by_task=dict(rates),
+        masked=sum(reply.masked for reply in replies),
     )
 
 
