@@ -9,8 +9,8 @@ STAMP := $(VENV)/.installed
 
 .PHONY: run test test-services soak lint setup clean check
 
-run: $(STAMP)  ## train: make run [CONFIG=launch/configs/….yaml] [ARGS="run.dir=PATH key=value"]
-	$(BIN)/dockyard-launch up $(CONFIG) $(ARGS)
+run: $(STAMP)  ## train: make run [CONFIG=launch/configs/….yaml] [run.dir=PATH] [ARGS="key=value …"]
+	$(BIN)/dockyard-launch up $(CONFIG) $(if $(run.dir),run.dir=$(run.dir)) $(ARGS)
 
 test: $(STAMP)  ## the suite, no network
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow and not vllm and not docker and not slurm and not netns and not gpu"

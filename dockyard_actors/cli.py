@@ -47,6 +47,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--index", type=int, default=0, help="which rollout this is, for --role inference (default 0)")
     top.add_argument("--config", metavar="FILE", help="for --role controller: the configuration of the run")
     top.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        default="",
+        help="for --role controller: also listen on tcp://HOST:PORT (encrypted; the key file's path is printed)",
+    )
+    top.add_argument("--key-file", metavar="FILE", help="the run's key file, to join a tcp:// rendezvous")
+    top.add_argument(
         "--set", dest="overrides", metavar="KEY=VALUE", action="append", default=[], help="an override, repeatable"
     )
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
@@ -156,12 +163,21 @@ def _up(config: Config) -> int:
 def _resume(path: Path) -> int:
     from dockyard_actors.config import from_resolved
     from dockyard_actors.launcher import ALL_ROLES, launch
+    from dockyard_actors.roles.journal import read_journal
+    from dockyard_actors.roles.ledger import Event, Opened
 
     resolved = path / "config.resolved.yaml"
     if not resolved.is_file():
         raise UsageError(f"{path}: no run to resume there (config.resolved.yaml is missing)")
     config = from_resolved(resolved.read_text())
-    _tasks(config)
+    events, _ = read_journal(path / "ledger" / "journal.bin", Event)
+    before = next((event.tasks for event in reversed(events) if isinstance(event, Opened)), None)
+    tasks = _tasks(config)
+    if before not in (None, tasks.sha):
+        raise UsageError(
+            f"tasks.path: {config.tasks.path} is not the task set that this run was started with (sha {tasks.sha[:12]}, was "
+            f"{before[:12]}): its ledger names prompts of the other one. Restore the file, or start a new run"
+        )
     with _open_run(None, path) as run_dir:
         return launch(config, run_dir, ALL_ROLES)
 
@@ -177,12 +193,12 @@ def _role(args: argparse.Namespace) -> int:
         config = load_config(Path(args.config), args.overrides)
         _tasks(config)
         with _open_run(config, None) as run_dir:
-            return launch(config, run_dir, ("controller",))
+            return launch(config, run_dir, ("controller",), args.listen)
     if not args.rendezvous:
         raise UsageError(
             f"--role {args.role} joins a run and needs --rendezvous ADDRESS; the controller prints it when it starts"
         )
-    return join(args.role, args.index, args.rendezvous)
+    return join(args.role, args.index, args.rendezvous, Path(args.key_file) if args.key_file else None)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -205,7 +221,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
     path = RunDir(args.run).path
     try:
-        events, torn = read_journal(RunDir(path).ledger / "journal.bin", Event)
+        journal = RunDir(path).ledger / "journal.bin"
+        if RunDir(path).is_run() and not journal.is_file():
+            raise UsageError(f"{journal} is missing: nothing can be said of the ledger of this run")
+        events, torn = read_journal(journal, Event)
         audit = recount(events)
         counts = {"issued": audit.issued, **{name: len(ids) for name, ids in audit.classes.items()}}
         report = inspect_run(path, counts)
@@ -256,8 +275,13 @@ def ranges(ids: Sequence[int], limit: int = 12) -> str:
     return ", ".join(parts)
 
 
+def _rate(value: float | None) -> str:
+    return "no verdicts" if value is None else f"{value:.3f}"
+
+
 def _eval(args: argparse.Namespace) -> int:
     from dockyard_actors.offline_eval import config_of, evaluate_checkpoint, resolve
+    from dockyard_actors.sandbox.child import ExecutorStartError
     from dockyard_actors.tasks.dataset import TaskFileError
 
     if args.samples < 8:
@@ -270,18 +294,21 @@ def _eval(args: argparse.Namespace) -> int:
         )
     except TaskFileError as error:
         raise UsageError(f"--tasks: {error}") from None
+    except ExecutorStartError as error:
+        print(f"dockyard-launch: {error}", file=sys.stderr)
+        return FAILED
     if args.json:
         print(json.dumps(report, indent=2))
         return OK
     for split in ("train", "heldout"):
         if split in report:
             part = report[split]
-            print(f"{split}: {part['tasks']} tasks, pass@1 T=1 {part['t1']:.3f}, greedy {part['greedy']:.3f}")
+            print(f"{split}: {part['tasks']} tasks, pass@1 T=1 {_rate(part['t1'])}, greedy {_rate(part['greedy'])}")
             for name, rates in sorted(part["by_task"].items(), key=lambda item: item[1].get("t1", 0.0)):
                 print(
                     f"  {name:40} T=1 {rates.get('t1', float('nan')):.2f}  greedy {rates.get('greedy', float('nan')):.0f}"
                 )
-    print(f"all: T=1 {report['t1']:.3f}, greedy {report['greedy']:.3f}; isolation {report['isolation']}")
+    print(f"all: T=1 {_rate(report['t1'])}, greedy {_rate(report['greedy'])}; isolation {report['isolation']}")
     return OK
 
 

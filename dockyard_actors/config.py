@@ -153,7 +153,8 @@ class SupervisionConfig(Section):
     """Restarts within a window; beyond them the run stops with the first cause."""
 
     max_restarts: int = Field(default=5, ge=0)
-    window_s: float = Field(default=300.0, gt=0)
+    window_s: float = Field(default=1800.0, gt=0)  # long enough that a role that fails slowly is found out too
+    stall_s: float = Field(default=1800.0, gt=0)  # training without a finished step for this long ends the run
     backoff_s: float = Field(default=0.2, gt=0)
     backoff_max_s: float = Field(default=5.0, gt=0)
     hang_s: float = Field(
@@ -168,7 +169,6 @@ class RendezvousConfig(Section):
     """How processes of one run find each other."""
 
     ask_timeout_s: float = Field(default=30.0, gt=0)  # a control message between roles
-    join_timeout_s: float = Field(default=120.0, gt=0)  # a role started by hand waits this long for the controller
 
 
 class ObserveConfig(Section):
@@ -249,7 +249,11 @@ def load_config(path: Path | None, overrides: list[str] | None = None, environ: 
     optimizer = tree.get("optimizer", {})
     if optimizer.get("schedule", "constant") != "constant" and optimizer.get("total_steps") is None:
         steps = tree.get("grpo", {}).get("max_num_steps", GrpoConfig().max_num_steps)
-        optimizer["total_steps"] = steps  # a schedule ends with the run unless it says otherwise
+        if isinstance(steps, int) and steps > 0:
+            optimizer["total_steps"] = steps  # a schedule ends with the run unless it says otherwise
+            optimizer["warmup_steps"] = min(optimizer.get("warmup_steps", OptimizerConfig().warmup_steps), steps - 1)
+        else:
+            optimizer["schedule"] = "constant"  # no step will be taken
     try:
         config = Config(**tree)
     except ValidationError as error:
@@ -261,8 +265,14 @@ def load_config(path: Path | None, overrides: list[str] | None = None, environ: 
 
 
 def from_resolved(text: str) -> Config:
-    """Reads back what `resolved` wrote: complete, so neither environment nor defaults can change it."""
-    return Config(**yaml.safe_load(text))
+    """Reads back what `resolved` wrote: complete, so neither environment nor defaults can change it. Raises ConfigError."""
+    try:
+        return Config(**yaml.safe_load(text))
+    except ValidationError as error:
+        problems = "\n".join(_explain(e) for e in error.errors())
+        raise ConfigError(f"config.resolved.yaml was damaged or written by another version:\n{problems}") from None
+    except (yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"config.resolved.yaml is damaged: {error}") from None
 
 
 def resolved(config: Config) -> str:
@@ -285,6 +295,12 @@ def refusals(config: Config) -> list[str]:
         found.append(
             f"group.min_size: {config.group.min_size} is more than grpo.num_generations_per_prompt "
             f"({config.grpo.num_generations_per_prompt}): no group could ever be complete"
+        )
+    slowest = (config.supervision.max_restarts + 1) * config.supervision.start_timeout_s
+    if config.supervision.window_s < slowest:
+        found.append(
+            f"supervision.window_s: {config.supervision.window_s:.0f} s is shorter than max_restarts + 1 starts of "
+            f"start_timeout_s ({slowest:.0f} s): a role that never comes up would be restarted for ever; raise it, or lower the others"
         )
     open_groups = (config.max_age + 1) * config.grpo.num_prompts_per_step
     if config.data_plane.blocks < open_groups + config.groups_per_batch:

@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,7 @@ from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import Failure, ProcessSpec, RestartPolicy
+from dockyard_actors.transport.base import TransportError
 from dockyard_actors.transport.fdserver import FdServer
 from dockyard_actors.transport.tensors import host_id
 
@@ -45,6 +47,8 @@ ROLE_OF = {
 }
 STOP_ORDER = ("broker", "rollout", "trainer", "buffer", "controller")  # sandboxes first, the ledger last
 EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
+JOIN_S = 30.0  # the primary may still be starting on a busy machine
+RATE_SAMPLES = 15  # refreshes over which the rate of generated tokens is taken
 STATUS_S = 2.0  # the view is redrawn without news rather than waiting longer for it
 
 
@@ -68,6 +72,8 @@ def spec_of(role: str, index: int, config: Config, logs: Path) -> ProcessSpec:
         policy=RestartPolicy(policy.max_restarts, policy.window_s, policy.backoff_s, policy.backoff_max_s),
         log_path=logs / f"{name}.log",
         stop_grace_s=policy.stop_grace_s,
+        keep_running=True,
+        hang_s=policy.hang_s,
         start_grace_s=policy.start_timeout_s,
     )
 
@@ -96,6 +102,12 @@ class Run:
         self.signals = 0
         self.signalled = asyncio.Event()
         self.training_since: tuple[float, int] | None = None
+        self.progress: tuple[float, int, str] = (
+            time.monotonic(),
+            -1,
+            "",
+        )  # when step and phase last changed, and what they were
+        self.generated: deque[tuple[float, int]] = deque(maxlen=RATE_SAMPLES)
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
@@ -114,6 +126,8 @@ class Run:
                         await agent.spawn(spec_of(role, index, self.config, self.run_dir.logs))
                 if len(self.roles) < len(ALL_ROLES):
                     self.console.print(f"rendezvous: {agent.rendezvous}", soft_wrap=True)
+                    if self.listen:
+                        self.console.print(f"key file: {agent.key_file}", soft_wrap=True)
                     self.console.print(f"run directory: {self.run_dir.path}", soft_wrap=True)
                 outcome, cause = await self._watch(agent)
                 restarts = {p.name: p.restarts for p in agent.processes()}
@@ -149,9 +163,14 @@ class Run:
             with LiveView(self.console) as view:
                 while True:
                     await self._refresh(agent)
-                    view.update(snapshot_of(self.config, self.run_dir, self.status, agent.processes(), self._eta()))
+                    shown = snapshot_of(
+                        self.config, self.run_dir, self.status, agent.processes(), self._eta(), self._generated_per_s()
+                    )
+                    view.update(shown)
                     if failed.done():
                         return "failed", str(failed.result())
+                    if (stalled := self._stalled()) is not None:
+                        return "failed", stalled
                     if self.status is not None and self.status.finished:
                         cause = "stopped by a signal" if self.status.finished == "interrupted" else None
                         return self.status.finished, cause
@@ -194,6 +213,34 @@ class Run:
             names = [name for name in running if name == role or name.startswith(f"{role}-")]
             await asyncio.gather(*(agent.stop(name, 0.0 if hurry else None) for name in names))
 
+    def _stalled(self) -> str | None:
+        """Why the run counts as stalled: it is training and no step ended for `stall_s`. Names who waits for whom."""
+        if self.status is None:
+            return None
+        since, step, phase = self.progress
+        now, limit = time.monotonic(), self.config.supervision.stall_s
+        if (step, phase) != (self.status.step, self.status.phase) or phase != "training":
+            self.progress = (now, self.status.step, self.status.phase)
+            return None
+        if now - since < limit:
+            return None
+        waits = [
+            f"{r.role} waits {r.wait_s:.0f} s for {r.waits_for}" for r in self.status.roles.values() if r.waits_for
+        ]
+        doing = [f"{r.role}: {r.doing}" for r in self.status.roles.values()]
+        return (
+            f"no step was finished for supervision.stall_s = {limit:.0f} s after step {step}; ledger {self.status.ledger}; "
+            f"{'; '.join([*doing, *waits])}"
+        )
+
+    def _generated_per_s(self) -> float | None:
+        if self.status is not None:
+            self.generated.append((time.monotonic(), self.status.tokens_generated))
+        if len(self.generated) < 2 or self.generated[-1][0] <= self.generated[0][0]:
+            return None
+        (first, before), (last, after) = self.generated[0], self.generated[-1]
+        return (after - before) / (last - first)
+
     def _eta(self) -> float | None:
         if self.status is None or self.status.phase != "training":
             return None
@@ -228,7 +275,7 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         async with NodeAgent(AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file)) as agent:
-            run = await agent.system.ref(RUN_DESK).ask(AskRun(), deadline_s=STATUS_S * 5, retry=True)
+            run = await agent.system.ref(RUN_DESK).ask(AskRun(), deadline_s=JOIN_S, retry=True)
             if run.host_id != host_id():
                 log.error(
                     "the run's shared memory is on host %s, this is %s: roles of one run share a host for now",
@@ -237,6 +284,14 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
                 )
                 return 1
             config = from_resolved(run.config)
+            if role == "rollout" and index >= config.rollout.count:
+                log.error(
+                    "--index %d: the run has rollout.count = %d, so rollouts are numbered 0 to %d and nobody would know this one",
+                    index,
+                    config.rollout.count,
+                    config.rollout.count - 1,
+                )
+                return 2
             await agent.spawn(spec_of(role, index, config, Path(run.run_dir) / "logs"))
             log.info("%s joined run %s", name, run.run_id)
             waits = [asyncio.ensure_future(w) for w in (agent.wait_failed(), agent.wait_shutdown(), stop.wait())]
@@ -246,8 +301,12 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
                 wait.cancel()
             if failure is None:
                 return 0
-    except (ActorError, OSError, ValueError) as error:
-        log.error("could not join %s: %s", rendezvous, error)
+    except (ActorError, TransportError, OSError, ValueError) as error:
+        log.error(
+            "could not join %s: %s. The controller prints the address when it starts; it ends with its run",
+            rendezvous,
+            error,
+        )
         return 1
     print(failure, file=sys.stderr)
     return 1

@@ -41,7 +41,12 @@ def _count(status: StatusIs, name: str) -> int | None:
 
 
 def snapshot_of(
-    config: Config, run_dir: RunDir, status: StatusIs | None, processes: Sequence[ProcessInfo], eta_s: float | None
+    config: Config,
+    run_dir: RunDir,
+    status: StatusIs | None,
+    processes: Sequence[ProcessInfo],
+    eta_s: float | None,
+    generated_per_s: float | None,
 ) -> Snapshot:
     roles = []
     for process in processes:
@@ -66,7 +71,6 @@ def snapshot_of(
             roles=tuple(roles),
         )
     step, facts = status.last_step, _facts(status)
-    seconds = sum(s for s in step.seconds.values() if s) if step else 0.0
     buffered = status.buffered
     return Snapshot(
         run_id=run_dir.id,
@@ -81,9 +85,7 @@ def snapshot_of(
         evals=status.pass_rates,
         age_mean=step.age_mean if step else None,
         age_max=step.age_max if step else None,
-        tokens_per_s_generated=step.diagnostics.get("batch/sampled_tokens", 0.0) / seconds
-        if step and seconds
-        else None,
+        tokens_per_s_generated=generated_per_s,
         tokens_per_s_trained=step.tokens_per_s if step else None,
         ledger=LedgerCounts(**status.ledger),
         groups_in_flight=status.ledger["in_flight"] - buffered,
@@ -115,10 +117,8 @@ def summarise(
     if torn:
         warnings.append(f"the journal ended in {torn} torn bytes, which were cut")
     if not audit.exact:
-        outcome, cause = (
-            "failed",
-            f"the ledger is not exact: {'; '.join([*audit.in_two, *map(str, audit.in_none)][:5])}",
-        )
+        inexact = f"the ledger is not exact: {'; '.join([*audit.in_two, *map(str, audit.in_none)][:5])}"
+        outcome, cause = "failed", f"{cause}\nbesides, {inexact}" if cause else inexact
     causes = {
         kind: dict(Counter(e.cause for e in events if isinstance(e, Closed) and e.outcome == kind))
         for kind in ("filtered", "failed")

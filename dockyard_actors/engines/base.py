@@ -165,6 +165,11 @@ class Engine(Protocol):
         """The Hugging Face tokenizer that made the vocabulary."""
         ...
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions the model has, prompt and completion together; None when it sets no bound."""
+        ...
+
     def start(self) -> None:
         """Loads the model."""
         ...

@@ -102,6 +102,10 @@ class HFEngine:
         return self._model
 
     @property
+    def max_tokens(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             raise EngineError("the engine is not started: call start() first")
@@ -138,12 +142,11 @@ class HFEngine:
         within rounding (about 1e-6) of the border between two tokens; in bfloat16 the shape of a batch changes logits by
         bf16 rounding, and now and then a token. Raises ValueError for a misfit, EngineError before the first weights.
         """
-        model = self.model
+        limit = self.max_tokens  # EngineError when it was never started
         if self.version < 0:
             raise EngineError("the engine has no weights yet: call update_weights() first")
         if len(requests) != len(outputs):
             raise ValueError(f"{len(requests)} requests but {len(outputs)} outputs; one each")
-        limit = getattr(model.config, "max_position_embeddings", None)
         for request, output in zip(requests, outputs, strict=True):
             new = _max_new(request, sampling)
             output.check(request, new)

@@ -59,6 +59,7 @@ class EvalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     tasks: int
     seconds: Number
     by_task: dict[str, Number] = {}
+    masked: int = 0  # samples without a verdict (infrastructure), left out of the rates
     not_finite: NotFinite = {}
     time: float = 0.0
 

@@ -49,7 +49,7 @@ class RunDir:
     """Paths of one run below `path`. `RunDir(path)` only names them; `RunDir.create` makes and locks the directory."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(path).resolve()  # `runs/latest` is a link: its target is the run
         self._lock_fd: int | None = None
 
     @classmethod

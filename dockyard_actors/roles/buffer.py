@@ -16,6 +16,7 @@ from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.runtime.actor import Actor, Death, concurrent
+from dockyard_actors.runtime.errors import ActorError, RemoteError
 from dockyard_actors.transport.plane import DataPlane, TensorRef
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,6 @@ class Buffer(Actor):
     async def on_death(self, death: Death) -> None:
         self._trainer_deaths += 1
         self._wake()  # a question that outlived its trainer ends
-        if death.clean:
-            return
         log.warning(
             "trainer died (%s); groups it had taken are ready again unless the journal closed them", death.cause
         )
@@ -94,8 +93,9 @@ class Buffer(Actor):
 
     @concurrent
     async def push(self, msg: m.PushGroup) -> m.Pushed:
-        if msg.meta.lease in self.groups:
-            return m.Pushed(True)
+        if (held := self.groups.get(msg.meta.lease)) is not None:
+            same = held.ref == msg.ref
+            return m.Pushed(same, "" if same else f"lease {msg.meta.lease} was filled by another push")
         # In a task of its own: what the journal owns is held here, even when the pusher gives up waiting.
         accepting = asyncio.ensure_future(self._accept(msg.meta, msg.ref))
         self._accepting.add(accepting)
@@ -103,9 +103,17 @@ class Buffer(Actor):
         return await asyncio.shield(accepting)
 
     async def _accept(self, meta: GroupMeta, ref: TensorRef) -> m.Pushed:
-        reply = await self.ctx.ref("controller").ask(
-            m.AcceptGroup(meta=meta, ref=ref), deadline_s=self.config.rendezvous.ask_timeout_s, retry=True
-        )
+        try:
+            reply = await self.ctx.ref("controller").ask(
+                m.AcceptGroup(meta=meta, ref=ref), deadline_s=self.config.supervision.start_timeout_s, retry=True
+            )
+        except RemoteError:
+            raise  # the journal refused it; what its process says it holds is not on disk
+        except ActorError:
+            await self._reconcile()  # the journal may own it although the answer was lost: then it is held here
+            if meta.lease in self.groups:
+                return m.Pushed(True)
+            raise
         if reply.owned and meta.lease not in self.groups:
             self.groups[meta.lease] = Held(meta, ref)
             self._wake()

@@ -24,6 +24,7 @@ from dockyard_actors.roles.ledger import (
     Checkpointed,
     Closed,
     Event,
+    Finished,
     Freed,
     Fresh,
     Lease,
@@ -32,6 +33,7 @@ from dockyard_actors.roles.ledger import (
     Published,
     RolledBack,
     Stepped,
+    Stopping,
 )
 from dockyard_actors.runtime.actor import Actor, Death, concurrent, control
 from dockyard_actors.tasks.dataset import TaskSet
@@ -48,6 +50,7 @@ class Controller(Actor):
         self.config = config
         self.run_dir = run_dir
         self.session = session
+        self.tasks_sha = tasks.sha
         self.prompts = PromptOrder(tasks, config.run.seed)
         self.journal: Journal[Event] = Journal(run_dir.ledger / "journal.bin", Event)
         self.ledger = Ledger.replay(self.journal.recovered)
@@ -55,8 +58,6 @@ class Controller(Actor):
         self.rollouts = RolloutWriter(run_dir.rollouts, per_step=config.observe.rollouts_per_step)
         self.fresh = False  # engines hold the newest weights: admission is open
         self.dead: dict[str, int] = {}  # rollout → its newest incarnation that is known to be dead
-        self.stopping = False
-        self.finished = ""
         self.phase = "starting"
         self.last_step: StepRecord | None = None
         self.pass_rates = PassRates.of(read_metrics(run_dir.metrics))
@@ -80,7 +81,7 @@ class Controller(Actor):
             closed = tuple(lease.id for lease in ledger.leases.values() if lease.ref and lease.id not in ledger.open)
             self.ctx.spawn(self._release(closed), name="free what the journal closed")
             self.warnings.append("the controller was restarted and rebuilt from its journal")
-        self._record(Opened(self.run_dir.path.name, self.config.run.seed, self.session))
+        self._record(Opened(self.run_dir.path.name, self.config.run.seed, self.tasks_sha, self.session))
         for index in range(self.config.rollout.count):
             self.ctx.watch(f"rollout-{index}")
         log.info("ledger %s, step %d, version %d", ledger.summary(), ledger.step, ledger.version)
@@ -135,7 +136,7 @@ class Controller(Actor):
         while True:
             granted = self._grant(msg)
             left = until - loop.time()
-            if granted or left <= 0 or self.finished:
+            if granted or left <= 0 or self.ledger.finished:
                 return m.Grants(tuple(granted))
             try:
                 await asyncio.wait_for(self._changed.wait(), left)
@@ -147,9 +148,11 @@ class Controller(Actor):
             return []  # its question outlived it: nobody would end the leases
         if lost := self.ledger.held_by_older(msg.rollout, msg.incarnation):
             self._lost(lost[0].holder, "its successor asks for work", lost)  # nobody told this controller
-        if not self.fresh or self.stopping or self.finished:
-            return []
         holder = f"{msg.rollout}#{msg.incarnation}"
+        # Granted in a reply that never arrived (this process died after it was journalled): nobody works on these.
+        self._record(*(Freed(x.id, "grant_lost") for x in self.ledger.held_by(holder) if x.id not in msg.working))
+        if not self.fresh or self.ledger.stopping or self.ledger.finished:
+            return []
         granted: list[m.Granted] = []
         for lease in self.ledger.waiting()[: msg.capacity]:
             self._apply(hand_out(lease, holder, self.config.group.max_attempts))
@@ -253,7 +256,7 @@ class Controller(Actor):
             self.ctx.spawn(self._after_step(msg.step, leases), name=f"after step {msg.step}")
         else:
             self._record()
-        return m.StepAck(self.stopping)
+        return m.StepAck(bool(self.ledger.stopping))
 
     async def _release(self, leases: tuple[int, ...]) -> None:
         await self.ctx.ref("buffer").ask(
@@ -298,7 +301,8 @@ class Controller(Actor):
         if msg.status == "completed":
             self._record(*(Closed(lease.id, "expired", "run_end") for lease in list(self.ledger.open.values())))
         await asyncio.to_thread(reward_png, self.run_dir)
-        self.finished = msg.status
+        if not self.ledger.finished:
+            self._record(Finished(msg.status))
         self._wake()
         return m.Done()
 
@@ -324,13 +328,14 @@ class Controller(Actor):
             roles=self.roles,
             warnings=tuple(self.warnings),
             tokens_generated=int(sum(c.get("tokens", 0.0) for c in self.counters.values())),
-            finished=self.finished,
-            examples=self.examples if self.finished else (),
+            finished=self.ledger.finished,
+            examples=self.examples if self.ledger.finished else (),
         )
 
     @concurrent
     async def stop_run(self, msg: m.StopRun) -> m.Done:
-        self.stopping = True
+        if not self.ledger.stopping:
+            self._record(Stopping(msg.reason))
         self.phase = f"stopping: {msg.reason}"
         self.metrics.event("stop", msg.reason)
         return await self.ctx.ref("trainer").ask(

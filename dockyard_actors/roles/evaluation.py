@@ -6,7 +6,8 @@ Generation and scoring overlap slice by slice. Nothing of an evaluation touches 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 import numpy as np
 
@@ -40,7 +41,8 @@ async def evaluate(
     tasks = [by_id[name] for name in msg.prompts]
     scoring: list[asyncio.Task[list[Score]]] = []
     texts: list[str] = []
-    async with asyncio.TaskGroup() as group:
+    group = asyncio.TaskGroup()
+    async with _plainly(), group:
         for start in range(0, len(tasks), per_slice):
             part = tasks[start : start + per_slice]
             async with seat.taken() as engine:
@@ -53,6 +55,15 @@ async def evaluate(
             scoring.append(group.create_task(score(judge, config.reward.partial, items, config.eval.timeout_s)))
     report("evaluation done")
     return _summarise(tasks, n, [s for part in scoring for s in part.result()], texts, msg)
+
+
+@asynccontextmanager
+async def _plainly() -> AsyncIterator[None]:
+    """Raises the first error of a task group as itself: it crosses the wire, where its type and text are all that is seen."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
 
 
 def _generate(engine: Engine, tasks: list[Task], n: int, sampling: SamplingConfig, seed: int) -> list[str]:

@@ -105,10 +105,37 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
     run_id: str
     seed: int
+    tasks: str  # sha of the task set: a resumed run must find the same prompts
     session: str  # changes when the whole run was stopped: every buffered tensor of an earlier session is gone
 
 
-Event = Opened | Issued | Handed | Buffered | Stepped | Closed | Freed | Published | Fresh | Checkpointed | RolledBack
+class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
+    """Somebody asked the run to stop: nothing is admitted any more."""
+
+    reason: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """The trainer has ended: completed or interrupted."""
+
+    status: str
+
+
+Event = (
+    Stopping
+    | Finished
+    | Opened
+    | Issued
+    | Handed
+    | Buffered
+    | Stepped
+    | Closed
+    | Freed
+    | Published
+    | Fresh
+    | Checkpointed
+    | RolledBack
+)
 
 
 class LedgerError(RuntimeError):
@@ -153,6 +180,8 @@ class Ledger:
         self.retries: list[int] = []  # failed leases whose prompt is to be issued once more
         self.quarantined: set[str] = set()  # prompts that are never drawn again
         self.session = ""
+        self.stopping = ""  # why no prompt is admitted any more
+        self.finished = ""  # how the trainer ended
 
     @classmethod
     def replay(cls, events: Iterable[Event]) -> Ledger:
@@ -263,7 +292,13 @@ class Ledger:
                 self.step, self.fresh = event.step, False
             case Opened():
                 self.fresh = self.fresh and event.session == self.session
+                if event.session != self.session:  # a run that is resumed goes on
+                    self.stopping = self.finished = ""
                 self.session = event.session
+            case Stopping():
+                self.stopping = event.reason
+            case Finished():
+                self.finished = event.status
 
     def after(self, step: int) -> tuple[int, ...]:
         """Leases trained by steps later than `step`: what a rollback to that checkpoint puts back in flight."""

@@ -47,6 +47,7 @@ class LeasePrompts(Message[Grants], frozen=True, tag=True):
     incarnation: int
     capacity: int
     wait_s: float
+    working: tuple[int, ...] = ()  # leases it still works on: another one that it holds was granted in a lost reply
 
 
 class LeaseIs(msgspec.Struct, frozen=True, tag=True):

@@ -1,14 +1,14 @@
 """Brings new weights into every engine and proves that they arrived.
 
-Starts stale; fresh once every member acknowledged the version with a digest of the bytes it read. A member that does not answer in time
-is removed first and joins again by pulling (`CurrentWeights`); with no member left it raises and stays stale.
+Starts stale; fresh once every member acknowledged the version with a digest of the bytes it read. A member that does not is removed (its
+caller has it restarted) and joins again by pulling (`CurrentWeights`); with no member left it raises and stays stale.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
@@ -28,9 +28,9 @@ class WeightSyncFailed(RuntimeError):
     """No engine took the new weights: nothing could be generated with them."""
 
 
-def digest_of(ref: WeightRef) -> int:
+def digest_of(checksums: Iterable[int]) -> int:
     """One number for all entries' checksums, in manifest order: what trainer and engine compare."""
-    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(ref.checksums))
+    return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(tuple(checksums)))
 
 
 class WeightSynchronizer:
@@ -39,7 +39,7 @@ class WeightSynchronizer:
     def __init__(self, ctx: ActorContext, publisher: WeightPublisher, members: list[str], timeout_s: float):
         self._ctx = ctx
         self._publisher = publisher
-        self._members = members
+        self.members = list(members)
         self._timeout_s = timeout_s
         self._current: WeightRef | None = None
         self._stale = True
@@ -51,8 +51,10 @@ class WeightSynchronizer:
     def mark_stale(self) -> None:
         self._stale = True
 
-    def current(self) -> Weights | NoWeights:
-        """What an engine that starts now has to load."""
+    def current(self, member: str) -> Weights | NoWeights:
+        """What an engine that starts now has to load; from the next sync on it is a member."""
+        if member not in self.members:
+            self.members.append(member)
         return Weights(self._current) if self._current else NoWeights()
 
     def write(self, version: int, write: WriteWeights) -> WeightRef:
@@ -63,27 +65,29 @@ class WeightSynchronizer:
     async def sync_weights(self, ref: WeightRef) -> list[str]:
         """Returns the members that failed and were left out. Raises WeightSyncFailed when none acknowledged `ref.version`."""
         previous, self._current = self._current, ref
+        members = list(self.members)
         message = UpdateWeights(ref=ref)
         replies = await asyncio.gather(
-            *(self._ctx.ref(name).ask(message, deadline_s=self._timeout_s, retry=True) for name in self._members),
+            *(self._ctx.ref(name).ask(message, deadline_s=self._timeout_s, retry=True) for name in members),
             return_exceptions=True,
         )
         failed: list[str] = []
-        for name, reply in zip(self._members, replies, strict=True):
-            if isinstance(reply, Applied) and reply.version == ref.version and reply.digest == digest_of(ref):
+        for name, reply in zip(members, replies, strict=True):
+            if isinstance(reply, Applied) and reply.version == ref.version and reply.digest == digest_of(ref.checksums):
                 continue
             if isinstance(reply, BaseException) and not isinstance(reply, ActorError):
                 raise reply
             log.warning("%s did not take weights version %d: %s", name, ref.version, reply)
             failed.append(name)
-        if len(failed) == len(self._members):
+        if len(failed) == len(members):
             raise WeightSyncFailed(
-                f"none of {', '.join(self._members)} took weights version {ref.version} within {self._timeout_s:.0f} s "
+                f"none of {', '.join(members)} took weights version {ref.version} within {self._timeout_s:.0f} s "
                 f"(last answer: {replies[-1]!r}); their logs say why. weight_sync.timeout_s is the limit"
             )
         if previous is not None:
             self._publisher.release(previous.version)
         self._publisher.drop_predecessors()
+        self.members = [name for name in self.members if name not in failed]
         self._stale = False
         return failed
 

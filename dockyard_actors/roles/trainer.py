@@ -23,6 +23,8 @@ from dockyard_actors.roles.learner import Learner, StepOutcome
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.synchronizer import WeightSynchronizer
 from dockyard_actors.runtime.actor import Actor
+from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.supervision import RestartProcess
 from dockyard_actors.tasks.types import Task, TaskSet
 from dockyard_actors.transport.fdclient import FdClient
 
@@ -150,12 +152,25 @@ class Trainer(Actor):
         ref = await self.compute(self.sync.write, version, self.learner.write_weights)
         self.report(f"waits until every engine holds version {version}")
         failed = await self.sync.sync_weights(ref)
-        if failed:
-            await self.tell(m.Warn(text=f"{', '.join(failed)} did not take weights version {version}"))
+        for name in failed:
+            await self.tell(m.Warn(text=f"{name} did not take weights version {version} and is restarted"))
+            self.ctx.spawn(self._restart(name), name=f"restart {name}")
         return version
 
+    async def _restart(self, name: str) -> None:
+        """An engine that took no weights would generate stale groups: its agent replaces it, and it joins again by pulling."""
+        for agent in ("agent", f"agent/{name}"):
+            try:
+                await self.ctx.ref(agent).ask(
+                    RestartProcess(name=name), deadline_s=self.config.supervision.start_timeout_s
+                )
+                return
+            except ActorError as error:
+                log.info("%s does not restart %s: %s", agent, name, error)
+        log.error("nobody restarts %s", name)
+
     async def current_weights(self, msg: m.CurrentWeights) -> m.Weights | m.NoWeights:
-        return self.sync.current() if self.sync is not None else m.NoWeights()
+        return self.sync.current(msg.rollout) if self.sync is not None else m.NoWeights()
 
     async def take(self, version: int) -> tuple[m.OpenGroup, ...] | None:
         """The next batch, or None when the run was asked to stop. Who is waited for shows in the live view."""
@@ -205,13 +220,14 @@ class Trainer(Actor):
             for mode in modes:
                 if not tasks or self.stop_reason:
                     continue
+                members = self.sync.members if self.sync is not None else self.members
                 await self.phase(f"evaluating {when}: {split} {mode}")
                 started = time.perf_counter()
                 replies = await asyncio.gather(
                     *(
                         self.ctx.ref(name).ask(
                             m.Evaluate(
-                                prompts=tuple(task.id for task in tasks[index :: len(self.members)]),
+                                prompts=tuple(task.id for task in tasks[index :: len(members)]),
                                 samples=self.config.eval.samples,
                                 greedy=mode == "greedy",
                                 seed=self.config.run.seed,
@@ -224,7 +240,7 @@ class Trainer(Actor):
                             deadline_s=self.config.eval.timeout_s,
                             retry=True,
                         )
-                        for index, name in enumerate(self.members)
+                        for index, name in enumerate(members)
                     )
                 )
                 shown += [sample for reply in replies for sample in reply.examples]

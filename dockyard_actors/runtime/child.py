@@ -30,7 +30,9 @@ from dockyard_actors.runtime.supervision import Failure, ProcessInfo, ProcessSpe
 
 log = logging.getLogger("dockyard.runtime.child")
 
-_LOGGED = re.compile(r"\d\d:\d\d:\d\d\.")  # how our own log lines start
+_LOGGED = re.compile(
+    r"(\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d[.,]"
+)  # how log lines start, ours and those of the observe package
 _TAIL_LINES = 20
 _TAIL_BYTES = 16 << 10
 _STACK_DUMP_S = 0.3  # a hung process gets this long to write where its threads are, before SIGKILL
@@ -175,11 +177,12 @@ class Child:
             await self._ended
             code = self._bury()
             cause, trace, tail = self._find_cause(code)
-            orderly = self._stop.is_set() or self._again or code == 0
+            done = code == 0 and not self.spec.keep_running
+            orderly = self._stop.is_set() or self._again or done
             self.cause = cause
             await self.supervisor.child_died(self.uid, self.socket_dir, cause, orderly)
             self._clean_up()
-            if self._stop.is_set() or (code == 0 and not self._again):
+            if self._stop.is_set() or (done and not self._again):
                 self._set_state("stopped" if self._stop.is_set() else "exited")
                 log.info("%s: %s", self.spec.name, cause)
                 return

@@ -36,6 +36,7 @@ class ProcessSpec:
     policy: RestartPolicy
     log_path: Path  # stdout and stderr, appended over restarts
     stop_grace_s: float  # from SIGTERM to SIGKILL of its process group
+    keep_running: bool = False  # ending by itself with code 0 (somebody else's SIGTERM) is a crash too
     hang_s: float | None = None  # None: AgentConfig.hang_s
     start_grace_s: float | None = None  # None: AgentConfig.start_grace_s
 

@@ -7,12 +7,13 @@ before a pointer is made of them. Values only: nothing here touches shared memor
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import xxhash
+
+from dockyard_actors.transport.base import host_id as host_id  # one meaning of "the same host"
 
 ALIGNMENT = 64  # bytes; a cache line, and enough for every vector instruction that reads a field
 
@@ -89,13 +90,6 @@ class TensorRef(msgspec.Struct, frozen=True):
     checksum: int  # xxh3_64 over the first nbytes of the block; 0 = not computed
     host_id: str
     fd_path: str  # unix socket of the fd server that holds the arena
-
-
-def host_id() -> str:
-    """Boot id and network namespace: equal means that descriptors and unix sockets reach each other."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:

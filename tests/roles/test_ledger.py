@@ -124,7 +124,7 @@ def test_a_journal_cut_anywhere_replays_to_an_exact_ledger(
     assert again.recovered == machine.events[: len(again.recovered)]
     ledger = Ledger.replay(again.recovered)
     assert recount(again.recovered).exact
-    again.append(Opened("run", 0, "session"))
+    again.append(Opened("run", 0, "sha", "session"))
     again.close()
     events, torn = read_journal(path, Event)
     assert torn == 0

@@ -156,12 +156,14 @@ class Service:
         await asyncio.gather(*(worker.close(self.config.worker_grace_s) for worker in self.workers))
 
     async def submit(self, request: Request) -> Task:
-        """The task of this request: a new one, or the one it has already. Raises QueueFull, Draining, DifferentRequest."""
+        """The task of this request: a new one, or the one it has already.
+
+        A result that says nothing lasting about the program (infra; a timeout, which a busy host can cause) is not kept to. Raises QueueFull, Draining, DifferentRequest."""
         self._forget_old()
         known = self._by_request.get(request.request_id)
         digest = request.digest
         if known is not None and not (
-            known.result is not None and (known.result["state"] == "infra" or known.cancelled)
+            known.result is not None and (known.result["state"] in ("infra", "timeout") or known.cancelled)
         ):
             if known.digest != digest:
                 raise DifferentRequest(
