@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -60,19 +61,19 @@ class Buffer(Actor):
         log.warning(
             "trainer died (%s); groups it had taken are ready again unless the journal closed them", death.cause
         )
-        await self._reconcile()
+        await self._reconcile(returned=[lease for lease, held in self.groups.items() if held.taken])
 
-    async def _reconcile(self) -> None:
-        """Three-way: what is held here, what the journal has open, what the trainer had taken."""
+    async def _reconcile(self, returned: Sequence[int] = ()) -> None:
+        """Three-way: what is held here, what the journal has open, what a dead trainer had taken (`returned`)."""
         # What is pushed or taken while the controller is asked is the business of the living.
-        before = {lease: held.taken for lease, held in self.groups.items()}
+        before = tuple(self.groups)
         reply = await self.ctx.ref("controller").ask(
-            m.ReconcileBuffer(tuple(before)), deadline_s=self.config.supervision.start_timeout_s, retry=True
+            m.ReconcileBuffer(before), deadline_s=self.config.supervision.start_timeout_s, retry=True
         )
         wanted = {group.meta.lease: group for group in reply.groups}
         gone = [lease for lease in before if lease not in wanted and lease in self.groups]
         new = [lease for lease in wanted if lease not in self.groups]
-        returned = [lease for lease, taken in before.items() if taken and lease in wanted and lease in self.groups]
+        returned = [lease for lease in returned if lease in wanted and lease in self.groups]
         for lease in gone:
             self.plane.release(self.groups.pop(lease).ref)
         for lease in returned:

@@ -201,6 +201,7 @@ class Controller(Actor):
         return m.Accepted(True)
 
     async def reconcile(self, msg: m.ReconcileBuffer) -> m.OpenGroups:
+        self._record()  # a group that is not on disk is nobody's
         groups = [
             m.OpenGroup(lease.meta, lease.ref)
             for lease in self.ledger.open.values()

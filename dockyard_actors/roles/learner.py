@@ -114,13 +114,16 @@ class Learner:
         self.save()
 
     def save(self) -> None:
+        """Saves this step and keeps the newest checkpoints up to it. Later ones were left by a trainer that died while saving."""
         root = self.run_dir.checkpoints
         self.policy.save(root / checkpoint_name(self.step))
-        keep_first = self.config.loss.kl_coef > 0
-        old = sorted(path for path in root.glob("step-*") if path.is_dir())[: -self.config.checkpoint.keep]
-        for path in old:
-            if not (keep_first and step_of(path) == 0):
-                shutil.rmtree(path)
+        found = sorted(step_of(path) for path in root.glob("step-*") if path.is_dir())
+        kept = set([step for step in found if step <= self.step][-self.config.checkpoint.keep :])
+        if self.config.loss.kl_coef > 0:
+            kept.add(0)  # the reference
+        for step in found:
+            if step not in kept:
+                shutil.rmtree(root / checkpoint_name(step))
 
     # ---- weights out
 

@@ -203,6 +203,29 @@ async def test_releasing_twice_frees_once(tmp_path: Path) -> None:
             assert world.plane.stats().ready == 1
 
 
+async def test_a_lost_answer_of_the_journal_brings_nothing_back_that_a_living_trainer_holds(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "supervision.start_timeout_s=0.3") as world:
+        grants = await world.lease(3)
+        for grant in grants[:2]:
+            await world.push(grant)
+        assert await world.take(2) == [0, 1]
+        accept, gate = world.controller.accept, asyncio.Event()
+
+        async def late(msg: m.AcceptGroup) -> m.Accepted:
+            reply = await accept(msg)
+            await gate.wait()
+            return reply
+
+        world.controller.accept = late  # type: ignore[method-assign]
+        push = asyncio.ensure_future(world.push(grants[2]))
+        await eventually(lambda: any(wait.message == "ReconcileBuffer" for wait in world.system.waits()))
+        gate.set()
+        assert await push == m.Pushed(True), "the journal has it"
+        assert sorted(world.buffer.groups) == [0, 1, 2]
+        assert await world.take(3) == []
+        assert await world.take(1) == [2]
+
+
 class GivingUpController(Actor):
     """Test only: takes its time to accept a group."""
 

@@ -128,6 +128,39 @@ async def test_a_death_that_nobody_saw_is_noticed_when_the_next_incarnation_asks
         assert await world.lease(4, incarnation=2) == ()
 
 
+async def test_leases_granted_in_a_reply_that_got_lost_are_granted_again(tmp_path: Path) -> None:
+    """The controller died between journal and answer: the rollout is alive and has never heard of them."""
+    async with world_of(tmp_path) as world:
+        await world.lease(3)
+        await world.restart_controller()
+        again = await world.lease(2, working=(1,))
+        assert [(grant.lease, grant.attempt) for grant in again] == [(0, 1), (2, 1)]
+        assert world.ledger.summary()["issued"] == 3
+        assert_journal_is_the_ledger(world)
+
+
+async def test_a_run_that_was_asked_to_stop_admits_nothing_across_a_restart_until_it_is_resumed(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        stopping = asyncio.ensure_future(world.ask("controller", m.StopRun(reason="Ctrl-C")))
+        await eventually(lambda: world.ledger.stopping)
+        assert await world.lease(2) == ()
+        stopping.cancel()
+        await world.restart_controller()
+        assert await world.lease(2) == ()
+        assert await world.step([]) == m.StepAck(True), "and the trainer hears of it with its next step"
+        await world.restart_controller("session-2")
+        await world.publish()
+        assert len(await world.lease(2)) == 2
+
+
+async def test_the_end_of_a_run_is_known_across_a_restart(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        await world.ask("controller", m.RunFinished(status="completed"))
+        await world.restart_controller()
+        assert (await world.ask("controller", m.AskStatus())).finished == "completed"
+        assert await world.lease(2) == ()
+
+
 async def test_a_failed_prompt_is_issued_once_more_then_quarantined_and_never_drawn_again(tmp_path: Path) -> None:
     async with world_of(tmp_path, tasks=tasks_of(train=3)) as world:
         (first,) = await world.lease(1)

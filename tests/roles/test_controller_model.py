@@ -86,9 +86,19 @@ class Life:
     async def lease(self, pick: int) -> None:
         model, name = self.model, ROLLOUTS[pick % 2]
         holder, capacity = f"{name}#{model.incarnation[name]}", 1 + pick % 4
-        waiting = sorted(lease for lease, who in model.open.items() if who is None)
+        mine = tuple(lease for lease, who in model.open.items() if who == holder)
+        lost = mine if pick % 7 == 0 else ()  # granted in a reply that never arrived
+        for lease in lost:
+            model.open[lease] = None
+        waiting = [lease for lease, who in model.open.items() if who is None]
         before = len(model.open)
-        message = m.LeasePrompts(rollout=name, incarnation=model.incarnation[name], capacity=capacity, wait_s=0.0)
+        message = m.LeasePrompts(
+            rollout=name,
+            incarnation=model.incarnation[name],
+            capacity=capacity,
+            wait_s=0.0,
+            working=() if lost else mine,
+        )
         try:
             grants = (await self.controller.lease(message)).leases
         except NoPrompts:
@@ -101,21 +111,22 @@ class Life:
             return
         again = [grant for grant in grants if grant.lease in model.open]
         new = [grant for grant in grants if grant.lease not in model.open]
-        # attempts may run out here: such a lease is not granted, its prompt never drawn again
-        for lease in waiting[:capacity]:
-            if lease in {grant.lease for grant in again}:
-                model.open[lease] = holder
-            else:
-                assert self.controller.ledger.leases[lease].cause.startswith("quarantined: 3 rollouts died")
-                del model.open[lease]
-                model.ended[lease] = "failed"
-                model.quarantined.add(model.prompt[lease])
+        # Attempts may run out here: such a lease is not granted, and its prompt is never drawn again.
+        given = {grant.lease for grant in again}
+        ended = {lease for lease in waiting if self.controller.ledger.leases[lease].state == "failed"}
+        assert len(given | ended) == min(capacity, len(waiting))
+        model.open |= dict.fromkeys(given, holder)
+        for lease in ended:
+            assert self.controller.ledger.leases[lease].cause.startswith("quarantined: 3 rollouts died")
+            del model.open[lease]
+            model.ended[lease] = "failed"
+            model.quarantined.add(model.prompt[lease])
         assert {grant.lease for grant in again} <= set(waiting)
         if not model.rolled_back:
             assert len(model.open) + len(new) <= (AGE + 1) * BATCH
         if new:
             assert len(model.open) + len(new) <= min((AGE + 1) * BATCH, (STEPS - model.step) * BATCH)
-            assert not waiting[capacity:], "what waits comes before anything new"
+            assert len(waiting) < capacity, "what waits comes before anything new"
         for grant in new:
             assert grant.lease == len(model.prompt), "ids are given in order and never again"
             if model.owed:

@@ -131,9 +131,19 @@ class World:
         return version
 
     async def lease(
-        self, capacity: int, rollout: str = "rollout-0", incarnation: int = 1, wait_s: float = 0.0
+        self,
+        capacity: int,
+        rollout: str = "rollout-0",
+        incarnation: int = 1,
+        wait_s: float = 0.0,
+        working: tuple[int, ...] | None = None,
     ) -> tuple[m.Granted, ...]:
-        message = m.LeasePrompts(rollout=rollout, incarnation=incarnation, capacity=capacity, wait_s=wait_s)
+        """Asks for work as a rollout that still works on all it holds, unless `working` says otherwise."""
+        if working is None:
+            working = tuple(lease.id for lease in self.ledger.held_by(f"{rollout}#{incarnation}"))
+        message = m.LeasePrompts(
+            rollout=rollout, incarnation=incarnation, capacity=capacity, wait_s=wait_s, working=working
+        )
         return (await self.ask("controller", message)).leases
 
     def sealed(self) -> TensorRef:
@@ -212,7 +222,7 @@ def held(ledger: Ledger) -> list[Lease]:
 
 def verdict_of(state: Any = "ok", passed: int = 1, total: int = 1) -> Verdict:
     return Verdict(
-        state=state, passed=passed, total=total, resolved=state == "ok" and passed == total, tests=(), stdout="",
+        state=state, passed=int(passed), total=total, resolved=state == "ok" and passed == total, tests=(), stdout="",
         stderr="", error="", isolation="none (scripted)", seconds=0.0, evidence_hash="",
     )  # fmt: skip
 
@@ -246,6 +256,7 @@ class ScriptedEngine:
     def __init__(self, texts: Sequence[str] = ("1\n", "2\n"), version: int = 0):
         self.texts, self.version = texts, version
         self.tokenizer = Letters()
+        self.max_tokens: int | None = None
         self.requests: list[GroupRequest] = []
 
     def start(self) -> None: ...

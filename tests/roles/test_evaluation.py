@@ -1,0 +1,127 @@
+"""Pass rates: at pinned weights only, over samples that have a verdict only. Engine and judge are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.engine_seat import EngineSeat
+from dockyard_actors.roles.evaluation import WrongVersion, evaluate
+from dockyard_actors.roles.trainer import eval_record
+from dockyard_actors.sandbox.types import Verdict
+from dockyard_actors.tasks.seeds import sample_seed
+from tests.roles.world import ScriptedEngine, config_of, tasks_of, verdict_of
+
+TASKS = tasks_of()
+PROMPTS = ("train-3", "heldout-0", "heldout-1")
+
+
+async def run(engine: ScriptedEngine, judge, *overrides: str, **fields) -> m.Evaluated:
+    seat = EngineSeat(engine)
+    message = {"prompts": PROMPTS, "samples": 2, "greedy": False, "seed": 1, "version": 0, "step": 4, **fields}
+    try:
+        return await evaluate(
+            judge, config_of(*overrides), TASKS.by_id(), seat, lambda text: None, m.Evaluate(**message)
+        )
+    finally:
+        seat.close()
+
+
+async def one_passes(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+    return [verdict_of(passed=program.source == "x = 1\n") for program in programs]
+
+
+async def no_verdict_for_two(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+    return [verdict_of() if program.source == "x = 1\n" else verdict_of("infra", 0) for program in programs]
+
+
+async def no_verdicts(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+    return [verdict_of("infra", 0) for _ in programs]
+
+
+async def test_passes_are_counted_by_task_in_the_order_asked() -> None:
+    done = await run(ScriptedEngine(), one_passes)
+    assert done.results == tuple(m.TaskResult(prompt, 1, 2) for prompt in PROMPTS)
+    assert (done.version, done.masked, done.examples) == (0, 0, ())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 128])
+async def test_the_result_does_not_depend_on_how_the_tasks_were_sliced(rows: int) -> None:
+    engine = ScriptedEngine()
+    assert await run(engine, one_passes, f"generation.max_batch_rows={rows}") == await run(ScriptedEngine(), one_passes)
+    assert [r.seeds for r in engine.requests] == [
+        tuple(sample_seed(1, prompt, 1 << 30, i) for i in range(2)) for prompt in PROMPTS
+    ], "and neither do the seeds, which are never those of training"
+
+
+async def test_greedy_takes_one_sample_a_task() -> None:
+    engine = ScriptedEngine()
+    done = await run(engine, one_passes, greedy=True)
+    assert [r.samples for r in done.results] == [1, 1, 1]
+    assert {r.n for r in engine.requests} == {1}
+
+
+async def test_a_sample_without_a_verdict_counts_neither_for_nor_against() -> None:
+    done = await run(ScriptedEngine(), no_verdict_for_two)
+    assert done.results == tuple(m.TaskResult(prompt, 1, 1) for prompt in PROMPTS)
+    assert done.masked == 3
+    record = eval_record([done], 4, "heldout", "t1", 1.0)
+    assert (record.pass_rate, record.samples, record.tasks) == (1.0, 3, 3)
+
+
+async def test_tasks_without_any_verdict_are_left_out_of_the_rate() -> None:
+    none = await run(ScriptedEngine(), no_verdicts)
+    assert eval_record([none], 0, "train", "t1", 1.0).pass_rate is None
+    some = m.Evaluated(0, (m.TaskResult("a", 1, 4), m.TaskResult("b", 0, 0), m.TaskResult("c", 2, 2)), (), 0)
+    assert eval_record([some], 0, "train", "t1", 1.0).pass_rate == pytest.approx((0.25 + 1.0) / 2)
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+async def test_other_weights_are_refused_and_nothing_is_generated(version: int) -> None:
+    engine = ScriptedEngine(version=version)
+    with pytest.raises(WrongVersion, match=f"holds weights {version}, asked to evaluate 0"):
+        await run(engine, one_passes)
+    assert not engine.requests
+
+
+async def test_weights_that_change_in_mid_evaluation_end_it() -> None:
+    class Changing(ScriptedEngine):
+        def generate(self, *args, **kwargs):
+            done = super().generate(*args, **kwargs)
+            self.version += 1
+            return done
+
+    with pytest.raises(WrongVersion, match="holds weights 1"):
+        await run(Changing(), one_passes, "generation.max_batch_rows=2")
+
+
+async def test_a_judge_that_fails_ends_the_evaluation_with_its_own_error() -> None:
+    async def gone(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+        raise TimeoutError("no broker")
+
+    with pytest.raises(TimeoutError, match="no broker"):
+        await run(ScriptedEngine(), gone)
+
+
+async def test_generation_goes_on_while_earlier_slices_are_judged() -> None:
+    engine, generated = ScriptedEngine(), asyncio.Event()
+
+    async def waits_for_the_rest(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+        if len(engine.requests) == len(PROMPTS):
+            generated.set()
+        await generated.wait()
+        return await one_passes(programs, deadline_s)
+
+    async with asyncio.timeout(10):
+        await run(engine, waits_for_the_rest, "generation.max_batch_rows=2")
+
+
+async def test_examples_are_spread_over_the_tasks_and_say_what_was_judged() -> None:
+    done = await run(ScriptedEngine(), one_passes, examples=3)
+    assert [sample.task for sample in done.examples] == list(PROMPTS)
+    assert {sample.lease for sample in done.examples} == {"evaluation"}
+    assert {sample.program for sample in done.examples} == {"x = 1\n"}
+    assert len((await run(ScriptedEngine(), one_passes, examples=1)).examples) == 1
