@@ -262,7 +262,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ACTIONS)
 def test_in_every_life_of_a_run_controller_journal_and_model_agree(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
