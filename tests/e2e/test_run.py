@@ -45,7 +45,8 @@ def test_the_ledger_of_a_clean_end_is_exact_and_empty(finished: Launched) -> Non
     assert audit["exact"]
     assert audit["counts"] == ledger
     assert ledger["in_flight"] == 0
-    assert ledger["issued"] == 25 * 4, "every step took its groups, and no group was made in vain"
+    made_again = ledger["expired"] + ledger["failed"]  # a straggler may grow too old while younger groups are taken
+    assert ledger["issued"] == 25 * 4 + made_again, "every step took its groups, and nothing else was made"
 
 
 def test_async_overlaps_and_never_exceeds_its_age(finished: Launched) -> None:
@@ -99,7 +100,7 @@ def test_an_interrupted_run_drains_and_resume_takes_up_every_prompt(tmp_path: Pa
         code, audit = inspect_ledger(run.run)
         assert code == 0
         assert audit["counts"]["in_flight"] == 0
-        assert audit["counts"]["issued"] == 14 * 4
+        assert audit["counts"]["issued"] == 14 * 4 + audit["counts"]["expired"] + audit["counts"]["failed"]
     finally:
         run.end()
 
