@@ -16,7 +16,7 @@ def group_advantages(rewards: Tensor, valid: Tensor | None, config: AdvantageCon
 
     valid (B, G) bool: False is a response without a reward (it failed for a reason of ours); its reward may be NaN,
     its advantage is 0 and its group is estimated from the others. None means all valid.
-    Formulas: MATHS "Advantages"; `AdvantageConfig` names the papers. Raises ValueError for wrong shapes, or a
+    Formulas: docs/maths.md; `AdvantageConfig` names the papers. Raises ValueError for wrong shapes, or a
     valid reward that is not finite.
     """
     values, valid = _checked(rewards, valid)

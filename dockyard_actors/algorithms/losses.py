@@ -2,7 +2,7 @@
 Promises that summing over micro-batches gives the loss and the gradient of the whole batch, and that whatever stands
 under the mask (NaN, inf) reaches neither. Knows nothing of models: it starts from logprobs.
 
-Shapes: B sequences, S tokens; entry t of a logprob tensor scores token t. Formulas: MATHS "Policy losses".
+Shapes: B sequences, S tokens; entry t of a logprob tensor scores token t. Formulas: docs/maths.md.
 """
 
 from __future__ import annotations

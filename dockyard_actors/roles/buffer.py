@@ -150,16 +150,21 @@ class Buffer(Actor):
         old = [held for held in self.groups.values() if not held.taken and version - held.meta.oldest_version > max_age]
         for held in old:
             held.taken = True  # nobody else expires or takes it while the controller is asked
-        for held in old:
-            age = version - held.meta.oldest_version
-            await self.ctx.ref("controller").ask(
-                m.CloseLease(lease=held.meta.lease, outcome="expired", cause="too_old"),
-                deadline_s=self.config.rendezvous.ask_timeout_s,
-                retry=True,
-            )
-            log.info("expired lease %d: age %d is over %d", held.meta.lease, age, max_age)
-            self.groups.pop(held.meta.lease, None)
-            self.plane.release(held.ref)
+        try:
+            for held in list(old):
+                await self.ctx.ref("controller").ask(
+                    m.CloseLease(lease=held.meta.lease, outcome="expired", cause="too_old"),
+                    deadline_s=self.config.supervision.start_timeout_s,
+                    retry=True,
+                )
+                age = version - held.meta.oldest_version
+                log.info("expired lease %d: age %d is over %d", held.meta.lease, age, max_age)
+                old.remove(held)
+                self.groups.pop(held.meta.lease, None)
+                self.plane.release(held.ref)
+        finally:
+            for held in old:  # the asker gave up before the journal had them: the next take tries again
+                held.taken = False
 
     async def release(self, msg: m.ReleaseGroups) -> m.Done:
         for lease in msg.leases:

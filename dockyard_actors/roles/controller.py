@@ -136,7 +136,7 @@ class Controller(Actor):
         while True:
             granted = self._grant(msg)
             left = until - loop.time()
-            if granted or left <= 0 or self.ledger.finished:
+            if granted or left <= 0:
                 return m.Grants(tuple(granted))
             try:
                 await asyncio.wait_for(self._changed.wait(), left)

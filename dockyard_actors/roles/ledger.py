@@ -171,11 +171,9 @@ class Ledger:
         self.version = -1  # newest weight version ever published; never repeats
         self.fresh = False  # the engines hold `version`, and nothing was trained since
         self.step = 0
-        self.checkpoint_step = 0
         self.counts: Counter[str] = Counter()
         self.causes: dict[str, Counter[str]] = {name: Counter() for name in ("expired", "filtered", "failed")}
         self.rolled_back = 0
-        self.handed_again = 0
         self.draws = 0  # next position in the shuffled order of prompts
         self.retries: list[int] = []  # failed leases whose prompt is to be issued once more
         self.quarantined: set[str] = set()  # prompts that are never drawn again
@@ -244,7 +242,6 @@ class Ledger:
                 if lease.buffered:
                     raise LedgerError(f"lease {lease.id} is buffered and cannot be handed to {event.holder}")
                 lease.holder, lease.attempt = event.holder, event.attempt
-                self.handed_again += 1
             case Buffered():
                 lease = self._open_lease(event.meta.lease, event)
                 lease.meta, lease.ref = event.meta, event.ref
@@ -274,7 +271,7 @@ class Ledger:
             case Fresh():
                 self.fresh = True
             case Checkpointed():
-                self.checkpoint_step = event.step
+                pass  # in the journal for whoever reads it; the checkpoint directory itself says where a trainer starts
             case RolledBack():
                 for lease_id in event.leases:
                     lease = self.leases[lease_id]

@@ -264,7 +264,11 @@ class Rollout(Actor):
             sample=chosen,
             versions=tuple(sorted({meta.oldest_version, meta.newest_version})),
         )
-        await self.ctx.ref("controller").tell(m.ReportSamples(samples=(sample,)))
+        try:
+            await self.ctx.ref("controller").tell(m.ReportSamples(samples=(sample,)))
+        except ActorError as error:  # a readable sample is not worth a run
+            log.warning("a sample of lease %d is not recorded: %s", grant.lease, error)
+            self.report.count("samples_lost", 1)
 
     # ---- evaluation
 

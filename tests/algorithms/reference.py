@@ -1,4 +1,4 @@
-"""The formulas of MATHS once more, in float64 numpy and plain loops: slow, obvious and independent of the code
+"""The formulas of docs/maths.md once more, in float64 numpy and plain loops: slow, obvious and independent of the code
 under test. Also the makers of batches that the tests share.
 """
 
