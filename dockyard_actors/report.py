@@ -78,7 +78,7 @@ def snapshot_of(
         engine=facts.get("engine", ""),
         mode=config.grpo.mode,
         isolation=facts.get("isolation", ""),
-        step=status.step,
+        step=step.step if step else status.step,  # the newest step that is measured, so that its figures are its own
         steps=config.grpo.max_num_steps,
         reward_mean=step.reward_mean if step else None,
         pass_rate=step.pass_rate if step else None,

@@ -51,6 +51,34 @@ def test_a_trainer_killed_after_its_checkpoint_rolls_back_only_what_came_later(t
         run.end()
 
 
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
+def test_a_role_that_somebody_else_terminates_is_restarted_like_one_that_crashed(tmp_path: Path, role: str) -> None:
+    run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "eval.before=false", "eval.after=false")
+    try:
+        run.wait_for("step 3", lambda: run.steps() >= 3)
+        run.kill(role, signal.SIGTERM)
+        summary = run.finish()
+        assert (summary["status"], summary["steps"]) == ("completed", STEPS), run.output()
+        assert sum(summary["restarts"].values()) == 1, summary["restarts"]
+        assert inspect_ledger(run.run)[0] == 0
+    finally:
+        run.end()
+
+
+@pytest.mark.parametrize("role", ["rollout", "executor", "trainer"])
+def test_a_role_killed_during_an_evaluation_costs_only_time(tmp_path: Path, role: str) -> None:
+    run = up(tmp_path, "grpo.max_num_steps=3", "eval.samples=64")
+    try:
+        run.wait_for("the evaluation", lambda: "evaluating before: train t1" in run.output())
+        run.kill(role)
+        summary = run.finish()
+        assert summary["status"] == "completed", run.output()
+        assert all(rate is not None for pair in summary["pass_rate"].values() for rate in pair)
+        assert inspect_ledger(run.run)[0] == 0
+    finally:
+        run.end()
+
+
 def test_a_stopped_role_is_found_hung_and_replaced(tmp_path: Path) -> None:
     run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "supervision.hang_s=3", "eval.before=false", "eval.after=false")
     try:
