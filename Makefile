@@ -13,7 +13,7 @@ run: $(STAMP)  ## train: make run [CONFIG=launch/configs/….yaml] [run.dir=PATH
 	$(BIN)/dockyard-launch up $(CONFIG) $(if $(run.dir),run.dir=$(run.dir)) $(ARGS)
 
 test: $(STAMP)  ## the suite, no network
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "not slow and not vllm and not docker and not slurm and not netns and not gpu"
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=15 -m "not slow and not vllm and not docker and not slurm and not netns and not gpu"
 
 test-services: $(STAMP)  ## tests against vLLM, Docker, Slurm and network namespaces; each that cannot run here says why
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "vllm or docker or slurm or netns" || test $$? -eq 5

@@ -51,7 +51,7 @@ def test_a_trainer_killed_after_its_checkpoint_rolls_back_only_what_came_later(t
         run.end()
 
 
-@pytest.mark.parametrize("role", ["rollout", "trainer"])
+@pytest.mark.parametrize("role", ["rollout", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_role_that_somebody_else_terminates_is_restarted_like_one_that_crashed(tmp_path: Path, role: str) -> None:
     run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "eval.before=false", "eval.after=false")
     try:
@@ -65,7 +65,10 @@ def test_a_role_that_somebody_else_terminates_is_restarted_like_one_that_crashed
         run.end()
 
 
-@pytest.mark.parametrize("role", ["rollout", "executor", "trainer"])
+SLOW = [pytest.param(role, marks=pytest.mark.slow) for role in ("executor", "trainer")]
+
+
+@pytest.mark.parametrize("role", ["rollout", *SLOW])
 def test_a_role_killed_during_an_evaluation_costs_only_time(tmp_path: Path, role: str) -> None:
     run = up(tmp_path, "grpo.max_num_steps=3", "eval.samples=64")
     try:
