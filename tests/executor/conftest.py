@@ -128,7 +128,7 @@ def processes_of(uids: range) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def executor() -> Iterator[Executor]:
     running = Executor()
     assert running.process.poll() is None, running.lines

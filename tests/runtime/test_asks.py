@@ -246,6 +246,7 @@ async def test_a_repeated_request_is_handled_once_while_it_runs_and_after_it_was
     home, away = pair
     actor = Counter()
     await home.start(actor, "c")
+    await eventually(lambda: "c" in away.directory.entries)  # the news travels by itself
     entry = away.directory.entries["c"]
     outlet = away.caller.outlet(entry)
 
@@ -278,6 +279,7 @@ async def test_a_stale_incarnation_is_refused_and_a_retry_reaches_the_new_one(pa
     home, away = pair
     await home.start(Counter(), "c")
     assert await away.ref("c").ask(Add()) == 1
+    await eventually(lambda: "c" in away.directory.entries)
     old = away.directory.entries["c"]
     await home.stop("c")
     await home.start(Counter(), "c")
@@ -404,6 +406,7 @@ async def test_malformed_envelopes_of_a_peer_are_counted_and_harm_nobody(pair) -
     home, away = pair
     await home.start(Counter(), "c")
     assert await away.ref("c").ask(Add()) == 1
+    await eventually(lambda: "c" in away.directory.entries)
     outlet = away.caller.outlet(away.directory.entries["c"])
     for junk in (b"", b"junk", msgspec.msgpack.encode([99]), msgspec.msgpack.encode([0, "id"])):
         outlet.peer.send(Lane.USER, junk)
