@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         help="a model directory, RUN/checkpoints/latest, or a run (its newest checkpoint)",
     )
     evaluate.add_argument("--tasks", default="functions", metavar="FILE", help="task file, or functions, or repair")
+    evaluate.add_argument("--split", choices=("train", "heldout"), help="only this split (default both)")
     evaluate.add_argument("--samples", type=int, default=8, help="samples a task at T=1 (default 8)")
     evaluate.add_argument(
         "--set", dest="eval_overrides", metavar="KEY=VALUE", action="append", default=[], help="an override"
@@ -163,6 +164,7 @@ def _up(config: Config) -> int:
 def _resume(path: Path) -> int:
     from dockyard_actors.config import from_resolved
     from dockyard_actors.launcher import ALL_ROLES, launch
+    from dockyard_actors.observe.summary import read_summary
     from dockyard_actors.roles.journal import read_journal
     from dockyard_actors.roles.ledger import Event, Opened
 
@@ -170,6 +172,12 @@ def _resume(path: Path) -> int:
     if not resolved.is_file():
         raise UsageError(f"{path}: no run to resume there (config.resolved.yaml is missing)")
     config = from_resolved(resolved.read_text())
+    done = read_summary(path / "summary.json")
+    if done is not None and done.status == "completed":
+        print(
+            f"{path} is completed ({done.steps} steps); nothing is left to do. To train on, start a run with model.source={path}/checkpoints/…"
+        )
+        return OK
     events, _ = read_journal(path / "ledger" / "journal.bin", Event)
     before = next((event.tasks for event in reversed(events) if isinstance(event, Opened)), None)
     tasks = _tasks(config)
@@ -290,7 +298,9 @@ def _eval(args: argparse.Namespace) -> int:
     config = config_of(checkpoint, args.eval_overrides)
     try:
         report = asyncio.run(
-            evaluate_checkpoint(checkpoint, args.tasks, args.samples, config, lambda text: print(text, file=sys.stderr))
+            evaluate_checkpoint(
+                checkpoint, args.tasks, args.samples, config, lambda text: print(text, file=sys.stderr), args.split
+            )
         )
     except TaskFileError as error:
         raise UsageError(f"--tasks: {error}") from None

@@ -384,7 +384,14 @@ def _merge(
                 key, _all_keys(Config), 1, 0.6
             )
             nearest = (f"{at}.{near[0]}" if at else near[0]) if near else anywhere[0] if anywhere else None
-            hint = f"; did you mean {nearest}?" if nearest else f"; valid here: {', '.join(fields)}"
+            valid = f"valid here: {', '.join(fields)}"
+            hint = (
+                f"; did you mean {nearest}? ({valid})"
+                if nearest and at
+                else f"; did you mean {nearest}?"
+                if nearest
+                else f"; {valid}"
+            )
             problems.append(f"{source}: unknown key {key} (value {value!r}){hint}")
         elif _fields(fields[name]) is None:
             into[name] = value

@@ -12,7 +12,6 @@ import secrets
 import signal
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import psutil
@@ -48,7 +47,7 @@ ROLE_OF = {
 STOP_ORDER = ("broker", "rollout", "trainer", "buffer", "controller")  # sandboxes first, the ledger last
 EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
 JOIN_S = 30.0  # the primary may still be starting on a busy machine
-RATE_SAMPLES = 15  # refreshes over which the rate of generated tokens is taken
+RATE_AFTER_S = 2.0  # a rate over less than this is noise
 STATUS_S = 2.0  # the view is redrawn without news rather than waiting longer for it
 
 
@@ -107,7 +106,7 @@ class Run:
             -1,
             "",
         )  # when step and phase last changed, and what they were
-        self.generated: deque[tuple[float, int]] = deque(maxlen=RATE_SAMPLES)
+        self.generated_since: tuple[float, int] | None = None
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
@@ -135,7 +134,9 @@ class Run:
             finally:
                 await server.close()
         summary, examples = summarise(self.config, self.run_dir, outcome, cause, self.status, restarts, self._wall_s())
-        final_report(self.console, summary, examples, run_dir=self.run_dir.path, plot=self.run_dir.plot)
+        name = "inspect" if summary.status == "completed" else "resume"
+        hint = f"Next: dockyard-launch {name} {self.run_dir.path}"
+        final_report(self.console, summary, examples, run_dir=self.run_dir.path, plot=self.run_dir.plot, hint=hint)
         return EXIT[summary.status]
 
     def _run_is(self, server: FdServer) -> RunIs:
@@ -208,6 +209,7 @@ class Run:
 
     async def _stop(self, agent: NodeAgent, hurry: bool) -> None:
         """Ends the processes in order. The ledger is last, so that it sees everything end."""
+        self.console.print("stopping the roles")
         running = [process.name for process in agent.processes()]
         for role in STOP_ORDER:
             names = [name for name in running if name == role or name.startswith(f"{role}-")]
@@ -234,12 +236,14 @@ class Run:
         )
 
     def _generated_per_s(self) -> float | None:
-        if self.status is not None:
-            self.generated.append((time.monotonic(), self.status.tokens_generated))
-        if len(self.generated) < 2 or self.generated[-1][0] <= self.generated[0][0]:
+        """Mean over the training so far: an engine counts a batch at its end, so shorter windows jump."""
+        if self.status is None or self.status.phase != "training":
             return None
-        (first, before), (last, after) = self.generated[0], self.generated[-1]
-        return (after - before) / (last - first)
+        now = (time.monotonic(), self.status.tokens_generated)
+        if self.generated_since is None:
+            self.generated_since = now
+        (first, before), (last, after) = self.generated_since, now
+        return (after - before) / (last - first) if last - first > RATE_AFTER_S else None
 
     def _eta(self) -> float | None:
         if self.status is None or self.status.phase != "training":

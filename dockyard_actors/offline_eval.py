@@ -44,7 +44,12 @@ def config_of(checkpoint: Path, overrides: list[str]) -> Config:
 
 
 async def evaluate_checkpoint(
-    checkpoint: Path, tasks_source: str, samples: int, config: Config, say: Callable[[str], None]
+    checkpoint: Path,
+    tasks_source: str,
+    samples: int,
+    config: Config,
+    say: Callable[[str], None],
+    only: str | None = None,
 ) -> dict[str, Any]:
     """Returns {split: {t1, greedy, by_task}} with overall figures, isolation and counts. Raises ConfigError and TaskFileError."""
     from dockyard_actors.roles.build import make_engine, make_executor
@@ -85,7 +90,7 @@ async def evaluate_checkpoint(
                 "isolation": health.isolation,
             }
             for split, chosen in (("train", tasks.train), ("heldout", tasks.heldout)):
-                if not chosen:
+                if not chosen or only not in (None, split):
                     continue
                 part: dict[str, Any] = {"tasks": len(chosen), "samples": samples, "by_task": {}}
                 for mode in ("t1", "greedy"):

@@ -21,6 +21,7 @@ from dockyard_actors.observe.summary import (
     Summary,
     TokenCounts,
     Transports,
+    read_summary,
     write_summary,
 )
 from dockyard_actors.roles.journal import read_journal
@@ -29,10 +30,24 @@ from dockyard_actors.roles.messages import StatusIs
 from dockyard_actors.runtime.supervision import ProcessInfo
 
 MAX_EXAMPLES = 3
+NO_SIGNAL_WARNS = 0.9  # share of filtered groups beyond which a run is told to have learnt little
+PREVIOUS = "summary.previous.json"  # written by RunDir.create(resume=True)
+ALONE = {
+    "rollout-0": "inference",
+    "broker": "sandbox",
+    "trainer": "trainer",
+    "buffer": "buffer",
+}  # role names of --role
 
 
 def _facts(status: StatusIs | None) -> dict[str, str]:
     return {key: value for role in status.roles.values() for key, value in role.facts.items()} if status else {}
+
+
+def _phase(status: StatusIs) -> str:
+    """Until the trainer says something: which roles have not joined yet."""
+    missing = [flag for name, flag in ALONE.items() if name not in status.roles]
+    return f"waiting for {', '.join(missing)}" if status.phase == "starting" and missing else status.phase
 
 
 def _count(status: StatusIs, name: str) -> int | None:
@@ -74,7 +89,7 @@ def snapshot_of(
     buffered = status.buffered
     return Snapshot(
         run_id=run_dir.id,
-        phase=status.phase,
+        phase=_phase(status),
         engine=facts.get("engine", ""),
         mode=config.grpo.mode,
         isolation=facts.get("isolation", ""),
@@ -127,11 +142,17 @@ def summarise(
     broker = status.roles.get("broker") if status else None
     if broker and broker.counters.get("executor_restarts"):
         all_restarts["executor"] = int(broker.counters["executor_restarts"])
+    before = read_summary(run_dir.path / PREVIOUS)  # of the part before a resume
+    if audit.issued and len(audit.classes["filtered"]) > NO_SIGNAL_WARNS * audit.issued:
+        warnings.append(
+            f"{len(audit.classes['filtered'])} of {audit.issued} groups taught nothing (no_signal: all samples of a prompt got the same "
+            "reward); the tasks are too hard or too easy for this model, or its warm-up is too short"
+        )
     summary = Summary(
         status=outcome,  # type: ignore[arg-type]
         cause=cause,
         steps=log.steps[-1].step if log.steps else 0,
-        wall_s=wall_s,
+        wall_s=wall_s + (before.wall_s if before else 0.0),
         engine=facts.get("engine", config.generation.engine),
         transports=Transports(control="zmq+ipc", data="slab", weights="shm"),
         isolation=facts.get("isolation", "unknown"),
@@ -144,7 +165,8 @@ def summarise(
         failed_by_cause=causes["failed"],
         restarts=all_restarts,
         tokens=TokenCounts(
-            generated=status.tokens_generated if status else 0, trained=sum(step.tokens_trained for step in log.steps)
+            generated=(status.tokens_generated if status else 0) + (before.tokens.generated if before else 0),
+            trained=sum(step.tokens_trained for step in log.steps),
         ),
         warnings=tuple(warnings),
     )

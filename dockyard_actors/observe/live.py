@@ -219,6 +219,7 @@ def final_report(
     *,
     run_dir: Path,
     plot: Path | None = None,
+    hint: str = "",
 ) -> None:
     """Prints how the run ended: pass rates before and after, up to three examples, the ledger, where things lie, the cause."""
     console.print()
@@ -241,7 +242,7 @@ def final_report(
         good = sample.verdict == "ok" and bool(sample.tests) and all(t.outcome == "passed" for t in sample.tests)
         title = Text(f"Example {number}: {one_line(sample.task, 60)}, step {sample.step}, {sample.verdict_line}")
         text, left_out = shorten(visible(sample.completion), EXAMPLE_CHARS)
-        body = Text(text.rstrip("\n") + (f"\n… {left_out} more characters" if left_out else ""))
+        body = Text((text.rstrip("\n") or "(empty)") + (f"\n… {left_out} more characters" if left_out else ""))
         console.print(Panel(body, title=title, title_align="left", border_style="green" if good else "yellow"))
     if not examples:
         _line(console, "No example completions were recorded.")
@@ -261,6 +262,8 @@ def final_report(
     _line(console, f"Run directory: {run_dir}")
     if plot is not None:
         _line(console, f"Plot: {plot}")
+    if hint:
+        _line(console, hint)
     if summary.status == "completed":
         _line(console, "Status: completed", "bold green")
     else:

@@ -58,8 +58,10 @@ class Buffer(Actor):
     async def on_death(self, death: Death) -> None:
         self._trainer_deaths += 1
         self._wake()  # a question that outlived its trainer ends
-        log.warning(
-            "trainer died (%s); groups it had taken are ready again unless the journal closed them", death.cause
+        log.log(
+            logging.INFO if death.clean else logging.WARNING,
+            "trainer died (%s); groups it had taken are ready again unless the journal closed them",
+            death.cause,
         )
         await self._reconcile(returned=[lease for lease, held in self.groups.items() if held.taken])
 
