@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="CHECKPOINT",
         help="a model directory, RUN/checkpoints/latest, or a run (its newest checkpoint)",
     )
-    evaluate.add_argument("--tasks", default="functions", metavar="FILE", help="task file, or functions, or repair")
+    evaluate.add_argument("--tasks", metavar="FILE", help="task file, or functions, or repair (default: the run's own)")
     evaluate.add_argument("--split", choices=("train", "heldout"), help="only this split (default both)")
     evaluate.add_argument("--samples", type=int, default=8, help="samples a task at T=1 (default 8)")
     evaluate.add_argument(
@@ -101,11 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, UsageError) as error:
         print(f"dockyard-launch: {error}".replace("\n", "\n  "), file=sys.stderr)
         return USAGE
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, BrokenPipeError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)  # the reader of our output went away; nothing is left to flush
+            return OK
+        text = str(error).splitlines() or [""]
+        print(f"dockyard-launch: {type(error).__name__}: {text[0]}", file=sys.stderr)
+        return USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        return OK  # the reader of our output went away
 
 
 class UsageError(Exception):
@@ -135,6 +142,8 @@ def _dispatch(args: argparse.Namespace) -> int:
 def _tasks(config: Config) -> Any:
     from dockyard_actors.tasks.dataset import TaskFileError, load_tasks
 
+    if Path(config.tasks.path).exists() and not Path(config.tasks.path).is_file():
+        raise UsageError(f"tasks.path: {config.tasks.path} is no regular file")
     try:
         return load_tasks(config.tasks.path)
     except TaskFileError as error:
@@ -155,8 +164,12 @@ def _open_run(config: Config | None, resume: Path | None) -> Any:
 
 def _up(config: Config) -> int:
     from dockyard_actors.launcher import ALL_ROLES, launch
+    from dockyard_actors.plan import plan
 
-    _tasks(config)
+    for problem in plan(config, _tasks(config))["problems"]:
+        if problem.startswith("model.source"):
+            raise UsageError(problem)
+        print(f"warning: {problem}", file=sys.stderr)
     with _open_run(config, None) as run_dir:
         return launch(config, run_dir, ALL_ROLES)
 
@@ -165,7 +178,7 @@ def _resume(path: Path) -> int:
     from dockyard_actors.config import from_resolved
     from dockyard_actors.launcher import ALL_ROLES, launch
     from dockyard_actors.observe.summary import read_summary
-    from dockyard_actors.roles.journal import read_journal
+    from dockyard_actors.roles.journal import JournalDamaged, read_journal
     from dockyard_actors.roles.ledger import Event, Opened
 
     resolved = path / "config.resolved.yaml"
@@ -178,7 +191,14 @@ def _resume(path: Path) -> int:
             f"{path} is completed ({done.steps} steps); nothing is left to do. To train on, start a run with model.source={path}/checkpoints/…"
         )
         return OK
-    events, _ = read_journal(path / "ledger" / "journal.bin", Event)
+    try:
+        events, _ = read_journal(path / "ledger" / "journal.bin", Event)
+    except JournalDamaged as error:
+        raise UsageError(str(error)) from None
+    if not events and (path / "checkpoints" / "latest").exists():
+        raise UsageError(
+            f"{path}: there is a checkpoint but the journal is empty or missing: restore ledger/journal.bin from a copy"
+        )
     before = next((event.tasks for event in reversed(events) if isinstance(event, Opened)), None)
     tasks = _tasks(config)
     if before not in (None, tasks.sha):
@@ -228,23 +248,31 @@ def _inspect(args: argparse.Namespace) -> int:
     from dockyard_actors.roles.ledger import Event, recount
 
     path = RunDir(args.run).path
+    journal = RunDir(path).ledger / "journal.bin"
+    audit, counts, torn, problem = None, None, 0, ""
     try:
-        journal = RunDir(path).ledger / "journal.bin"
-        if RunDir(path).is_run() and not journal.is_file():
-            raise UsageError(f"{journal} is missing: nothing can be said of the ledger of this run")
+        report = inspect_run(path)
+    except RunDirError as error:
+        raise UsageError(str(error)) from None
+    try:
         events, torn = read_journal(journal, Event)
         audit = recount(events)
         counts = {"issued": audit.issued, **{name: len(ids) for name, ids in audit.classes.items()}}
-        report = inspect_run(path, counts)
-    except (RunDirError, JournalDamaged) as error:
-        raise UsageError(str(error)) from None
-    code = OK if audit.exact else FAILED
+        if not journal.is_file() or (not events and report["step"]):
+            problem = f"{journal} is {'empty' if journal.is_file() else 'missing'}: nothing can be said of the ledger of this run"
+        report["ledger"] = None if problem else counts
+    except JournalDamaged as error:
+        problem = str(error)
     if args.ledger:
+        if problem or audit is None or counts is None:
+            raise UsageError(problem)
         if args.json:
             print(json.dumps({**msgspec.to_builtins(audit), "counts": counts, "torn_bytes": torn}, indent=2))
         else:
             print_ledger(audit, counts, torn)
-        return code
+        return OK if audit.exact else FAILED
+    if problem:
+        report["problems"].append(problem)
     if args.json:
         print(json.dumps(report, indent=2))
     elif args.rollouts:
@@ -296,10 +324,11 @@ def _eval(args: argparse.Namespace) -> int:
         raise UsageError(f"--samples {args.samples}: at least 8, fewer say little about a pass rate")
     checkpoint = resolve(Path(args.checkpoint))
     config = config_of(checkpoint, args.eval_overrides)
+    source = args.tasks or config.tasks.path
     try:
         report = asyncio.run(
             evaluate_checkpoint(
-                checkpoint, args.tasks, args.samples, config, lambda text: print(text, file=sys.stderr), args.split
+                checkpoint, source, args.samples, config, lambda text: print(text, file=sys.stderr), args.split
             )
         )
     except TaskFileError as error:

@@ -39,7 +39,7 @@ class RunConfig(Section):
 
     name: str = "run"
     dir: str | None = None  # run directory; default runs/<time>-<name>
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
 
 
 class TasksConfig(Section):
@@ -251,7 +251,8 @@ def load_config(path: Path | None, overrides: list[str] | None = None, environ: 
         steps = tree.get("grpo", {}).get("max_num_steps", GrpoConfig().max_num_steps)
         if isinstance(steps, int) and steps > 0:
             optimizer["total_steps"] = steps  # a schedule ends with the run unless it says otherwise
-            optimizer["warmup_steps"] = min(optimizer.get("warmup_steps", OptimizerConfig().warmup_steps), steps - 1)
+            warmup = optimizer.get("warmup_steps", OptimizerConfig().warmup_steps)
+            optimizer["warmup_steps"] = min(warmup, steps - 1) if isinstance(warmup, int) else warmup
         else:
             optimizer["schedule"] = "constant"  # no step will be taken
     try:
@@ -333,7 +334,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         )
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     if data is None:
         return {}

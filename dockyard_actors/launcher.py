@@ -7,7 +7,9 @@ last. Imports no torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -19,7 +21,7 @@ import uvloop
 from rich.console import Console
 
 from dockyard_actors.config import Config, from_resolved, resolved
-from dockyard_actors.observe.live import LiveView, final_report
+from dockyard_actors.observe.live import LiveView, Snapshot, final_report
 from dockyard_actors.observe.logs import setup_logging
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.report import snapshot_of, summarise
@@ -110,7 +112,7 @@ class Run:
 
     async def main(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
         policy = self.config.supervision
         settings = AgentConfig(hang_s=policy.hang_s, start_grace_s=policy.start_timeout_s, listen=self.listen)
@@ -161,13 +163,14 @@ class Run:
         failed = asyncio.ensure_future(agent.wait_failed())
         drain: asyncio.Task[None] | None = None
         try:
-            with LiveView(self.console) as view:
+            with contextlib.ExitStack() as stack:
+                view = stack.enter_context(LiveView(self.console))
                 while True:
                     await self._refresh(agent)
                     shown = snapshot_of(
                         self.config, self.run_dir, self.status, agent.processes(), self._eta(), self._generated_per_s()
                     )
-                    view.update(shown)
+                    view = self._show(view, shown)
                     if failed.done():
                         return "failed", str(failed.result())
                     if (stalled := self._stalled()) is not None:
@@ -190,6 +193,21 @@ class Run:
             failed.cancel()
             if drain is not None:
                 drain.cancel()
+
+    def _show(self, view: LiveView, shown: Snapshot) -> LiveView:
+        """Draws. When whoever read our output is gone (closed pipe or terminal), the run goes on without a view."""
+        try:
+            view.update(shown)
+            return view
+        except OSError as error:
+            log.warning(
+                "nobody reads the output any more (%s); the run goes on, its logs are in %s", error, self.run_dir.logs
+            )
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, 1)
+            os.close(null)
+            self.console = Console(file=open(os.devnull, "w"))  # noqa: SIM115  # for the rest of the process
+            return LiveView(self.console)
 
     async def _refresh(self, agent: NodeAgent) -> None:
         try:
@@ -221,7 +239,11 @@ class Run:
             return None
         since, step, phase = self.progress
         now, limit = time.monotonic(), self.config.supervision.stall_s
-        if (step, phase) != (self.status.step, self.status.phase) or phase != "training":
+        if (
+            (step, phase) != (self.status.step, self.status.phase)
+            or phase != "training"
+            or self.status.step >= self.config.grpo.max_num_steps
+        ):
             self.progress = (now, self.status.step, self.status.phase)
             return None
         if now - since < limit:
@@ -275,7 +297,7 @@ def join(role: str, index: int, rendezvous: str, key_file: Path | None = None) -
 async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -> int:
     name = name_of(role, index)
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         async with NodeAgent(AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file)) as agent:

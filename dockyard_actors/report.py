@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from dockyard_actors.config import Config
 from dockyard_actors.observe.live import RoleState, Snapshot
 from dockyard_actors.observe.metrics import read_metrics
@@ -42,6 +44,10 @@ ALONE = {
 
 def _facts(status: StatusIs | None) -> dict[str, str]:
     return {key: value for role in status.roles.values() for key, value in role.facts.items()} if status else {}
+
+
+def _restarted(processes: Sequence[ProcessInfo]) -> tuple[str, ...]:
+    return tuple(f"{p.name} restarted, {p.restarts} so far: {p.cause}" for p in processes if p.restarts)
 
 
 def _phase(status: StatusIs) -> str:
@@ -84,6 +90,7 @@ def snapshot_of(
             mode=config.grpo.mode,
             steps=config.grpo.max_num_steps,
             roles=tuple(roles),
+            warnings=_restarted(processes),
         )
     step, facts = status.last_step, _facts(status)
     buffered = status.buffered
@@ -109,7 +116,7 @@ def snapshot_of(
         eta_s=eta_s,
         phase_done=_count(status, "phase_done"),
         phase_total=_count(status, "phase_total"),
-        warnings=status.warnings,
+        warnings=(*status.warnings, *_restarted(processes)),
     )
 
 
@@ -170,8 +177,13 @@ def summarise(
         ),
         warnings=tuple(warnings),
     )
-    write_summary(run_dir.summary, summary)
-    reward_png(run_dir)
+    try:
+        write_summary(run_dir.summary, summary)
+        reward_png(run_dir)
+    except OSError as error:  # a full disk must not hide how the run ended
+        summary = msgspec.structs.replace(
+            summary, warnings=(*summary.warnings, f"could not write to {run_dir.path}: {error}")
+        )
     examples = (
         list(status.examples) if status and status.examples else read_rollouts(run_dir.rollouts)[0][-MAX_EXAMPLES:]
     )

@@ -64,5 +64,5 @@ class PromptOrder:
             if prompt not in ledger.quarantined:
                 return Issued(ledger.next_lease(), prompt, epoch, 1, holder, draw)
         raise NoPrompts(
-            f"all {len(self._ids)} training prompts are quarantined; `dockyard-launch inspect RUN --ledger` lists each with its cause"
+            f"all {len(self._ids)} training prompts are quarantined; summary.json counts the causes (failed_by_cause) and the rollouts' logs name each prompt"
         )

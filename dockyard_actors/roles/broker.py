@@ -19,6 +19,8 @@ from dockyard_actors.sandbox.types import Verdict
 
 log = logging.getLogger(__name__)
 
+PROBE_S = 2.0  # between two looks at the executor; one costs it a fraction of a millisecond
+
 
 class Broker(Actor):
     """One per host with sandboxes."""
@@ -36,9 +38,11 @@ class Broker(Actor):
         log.info("executor pid %s: isolation %s, %d workers", self.executor.pid, health.isolation, health.workers)
         self.isolation = self.report.facts["isolation"] = health.isolation
         self._keeper = self.ctx.spawn(self._keep_alive(), name="keep executor alive")
+        self._prober = self.ctx.spawn(self._probe(), name="probe executor")
         self.report(f"executor pid {self.executor.pid}, isolation {self.isolation}")
 
     async def on_stop(self) -> None:
+        self._prober.cancel()
         self._keeper.cancel()
         await self.client.close()
         await self.executor.stop()
@@ -61,6 +65,25 @@ class Broker(Actor):
             await asyncio.sleep(min(policy.backoff_s * 2 ** (len(deaths) - 1), policy.backoff_max_s))
             await self.executor.start()
             self.report(f"executor pid {self.executor.pid}, isolation {self.isolation}")
+
+    async def _probe(self) -> None:
+        """An executor that lives but does not answer for supervision.hang_s is killed; `_keep_alive` starts another."""
+        loop = asyncio.get_running_loop()
+        answered = loop.time()
+        while True:
+            await asyncio.sleep(PROBE_S)
+            pid = self.executor.pid
+            try:
+                await self.client.health()
+                answered = loop.time()
+            except ExecutorError as error:
+                silent = loop.time() - answered
+                if not self.executor.is_alive or self.executor.pid != pid:
+                    answered = loop.time()  # dead or just replaced: that is the keeper's business
+                elif silent > self.config.supervision.hang_s:
+                    log.warning("executor pid %s did not answer for %.0f s and is killed: %s", pid, silent, error)
+                    await self.executor.stop(grace_s=0)
+                    answered = loop.time()
 
     @concurrent
     async def score(self, msg: m.ScorePrograms) -> m.Scored:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 E = TypeVar("E")
 _HEAD = struct.Struct("<II")
 MAX_RECORD_BYTES = 16 << 20
+FIRST_RECORD_BYTES = 1024  # more than the first event of a run takes: only so much can be a torn first record
 
 
 class JournalDamaged(RuntimeError):
@@ -35,6 +36,10 @@ def _scan(raw: bytes, path: Path, decoder: msgspec.msgpack.Decoder[E]) -> tuple[
     while at < len(raw):
         payload, end = _record_at(raw, at)
         if payload is None:
+            if not records and len(raw) > FIRST_RECORD_BYTES:
+                raise JournalDamaged(
+                    f"{path}: none of its {len(raw)} bytes is a record: the file was overwritten. Restore it from a copy"
+                )
             if end < len(raw) or _whole_record_follows(raw, at):
                 raise JournalDamaged(
                     f"{path}: record {len(records)} at byte {at} does not read back, and it is no torn tail: more follows it. "
@@ -88,6 +93,7 @@ class Journal(Generic[E]):
         if torn:
             intact = os.fstat(self._fd).st_size - torn
             log.warning("%s: cut a torn tail of %d bytes after %d intact records", path, torn, len(self.recovered))
+            path.with_suffix(".torn").write_bytes(os.pread(self._fd, torn, intact))  # nothing is thrown away unseen
             os.ftruncate(self._fd, intact)
         os.lseek(self._fd, 0, os.SEEK_END)
         self._pending: list[bytes] = []

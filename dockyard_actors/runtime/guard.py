@@ -39,7 +39,7 @@ class GuardBoard:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(fd, _SIZE)
+                os.posix_fallocate(fd, 0, _SIZE)  # a full disk is an error here, not a SIGBUS at the first write
             self._map = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)

@@ -65,7 +65,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     log_tail: tuple[str, ...]  # last lines of the log at the first crash
 
     def __str__(self) -> str:
-        lines = [f"{self.name} failed for good after {self.restarts} restarts; first cause: {self.cause}"]
+        lines = [f"{self.name} failed for good after {self.restarts} restarts"]
         if self.traceback:
             lines.append(self.traceback.rstrip())
         elif self.log_tail:
@@ -73,6 +73,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
         if self.last_cause != self.cause:
             lines.append(f"last cause: {self.last_cause}")
         lines.append(f"log: {self.log_path}")
+        lines.append(f"first cause: {self.cause}")
         return "\n".join(lines)
 
 

@@ -146,12 +146,16 @@ def test_roles_started_one_by_one_join_and_finish_together(tmp_path: Path) -> No
 
 def test_a_role_that_cannot_start_ends_the_run_with_the_first_cause_last(tmp_path: Path) -> None:
     write_config(tmp_path)
-    run = up(tmp_path, f"model.source={tmp_path}", "supervision.max_restarts=1", "supervision.backoff_s=0.01")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"no model")
+    run = up(tmp_path, f"model.source={model}", "supervision.max_restarts=1", "supervision.backoff_s=0.01")
     summary = run.finish()
     assert run.process.returncode == 1
     assert summary["status"] == "failed"
     assert "config.json" in summary["cause"]
     assert "Cause:" in run.output().rsplit("Status: failed", 1)[1]
+    assert "config.json" in run.output().rstrip().splitlines()[-1], "the first cause is printed last"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,31 @@ def test_a_stopped_role_is_found_hung_and_replaced(tmp_path: Path) -> None:
         run.end()
 
 
+def test_a_stopped_executor_is_found_hung_and_replaced(tmp_path: Path) -> None:
+    run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "supervision.hang_s=3", "eval.before=false", "eval.after=false")
+    try:
+        run.wait_for("step 3", lambda: run.steps() >= 3)
+        run.kill("executor", signal.SIGSTOP)
+        summary = run.finish()
+        assert summary["status"] == "completed", run.output()
+        assert summary["restarts"]["executor"] == 1
+        assert inspect_ledger(run.run)[0] == 0
+    finally:
+        run.end()
+
+
+def test_a_closed_terminal_drains_and_leaves_a_run_that_resumes(tmp_path: Path) -> None:
+    run = up(tmp_path, "grpo.max_num_steps=500", "eval.before=false")
+    try:
+        run.wait_for("step 2", lambda: run.steps() >= 2)
+        run.process.send_signal(signal.SIGHUP)
+        summary = run.finish()
+        assert (run.process.returncode, summary["status"]) == (130, "interrupted"), run.output()
+        assert inspect_ledger(run.run)[0] == 0
+    finally:
+        run.end()
+
+
 def test_a_second_ctrl_c_cuts_at_once_and_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     run = up(tmp_path, "grpo.max_num_steps=500", "eval.before=false")
     try:
