@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from dockyard_actors.runtime.rundir import RuntimeDir
-from tests.e2e.toy import inspect_ledger, up
+from tests.e2e.toy import inspect_ledger, up, write_config
 
 STEPS = 10
 
@@ -118,6 +121,22 @@ def test_a_closed_terminal_drains_and_leaves_a_run_that_resumes(tmp_path: Path) 
         assert inspect_ledger(run.run)[0] == 0
     finally:
         run.end()
+
+
+def test_a_run_whose_reader_is_gone_goes_on_to_its_end(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = ["up", str(config), f"run.dir={tmp_path / 'run'}", "eval.before=false", "eval.after=false"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "dockyard_actors.cli", *command], stdout=writing, timeout=240, check=False
+        )
+    finally:
+        os.close(writing)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+    assert "nobody reads the output" in (tmp_path / "run" / "logs" / "agent.log").read_text()
 
 
 def test_a_second_ctrl_c_cuts_at_once_and_leaves_a_run_that_resumes(tmp_path: Path) -> None:

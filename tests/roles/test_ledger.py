@@ -180,3 +180,23 @@ def test_a_failed_prompt_is_issued_once_more_and_then_quarantined() -> None:
     assert ledger.draws == 1
     ledger.apply(Closed(1, "failed", "quarantined: deadline"))
     assert ledger.quarantined == {"a"}
+
+
+def test_an_overwritten_journal_is_damage_and_no_torn_tail(tmp_path: Path) -> None:
+    (tmp_path / "j").write_bytes(os.urandom(5000))
+    with pytest.raises(JournalDamaged, match="overwritten"):
+        Journal(tmp_path / "j", Event)
+    assert (tmp_path / "j").stat().st_size == 5000
+
+
+def test_the_bytes_of_a_torn_tail_are_kept_beside_the_journal(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", Event)
+    for version in range(2):
+        journal.append(Published(version))
+    journal.close()
+    whole = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(whole[:-3])
+    again = Journal(tmp_path / "j", Event)
+    again.close()
+    assert again.recovered == [Published(0)]
+    assert (tmp_path / "j").read_bytes() + (tmp_path / "j.torn").read_bytes() == whole[:-3]
