@@ -6,7 +6,7 @@ Knows nothing of tasks, rewards or training.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop string appeared; its token is part of the completion
     EOS = "eos"  # an end-of-sequence token, which is part of the completion
     LENGTH = "length"  # max_new_tokens reached
-    CUT = "cut"  # should_stop() said so; the tokens so far are kept
+    CUT = "cut"  # ended from outside; the tokens so far are kept and can be continued
 
 
 class EngineError(RuntimeError):
@@ -153,7 +153,8 @@ class Manifest(Protocol):
 
 
 class Engine(Protocol):
-    """Generation with swappable weights. Methods block: call them from the role's compute thread."""
+    """Continuous generation with weights that may change between two decode steps. Methods block and none is safe to call
+    from two threads: they belong to the role's engine thread (`roles/engine_driver.py`)."""
 
     @property
     def version(self) -> int:
@@ -170,28 +171,79 @@ class Engine(Protocol):
         """Positions the model has, prompt and completion together; None when it sets no bound."""
         ...
 
+    @property
+    def token_capacity(self) -> int:
+        """Tokens (prompts and completions) that its KV memory holds at once. Work beyond waits inside the engine."""
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """Groups that were submitted and neither returned by `step` nor by `abort`."""
+        ...
+
     def start(self) -> None:
         """Loads the model."""
         ...
 
-    def update_weights(self, views: Mapping[str, np.ndarray], manifest: Manifest, version: int) -> None:
-        """Copies weights into the live model, after the whole manifest was checked. Raises WeightsMismatch."""
+    def submit(
+        self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig, resume: GroupResult | None = None
+    ) -> None:
+        """Queues a group; it joins the running ones at a later `step`. The output is cleared, and filled step by step.
+
+        resume: what `abort` returned for the same request and output: its CUT completions go on behind the tokens they have,
+        which keep their logprobs and versions. Raises ValueError for a misfit or a key in use, EngineError before the first
+        weights. A completion without room for one more token is LENGTH at once.
+        """
         ...
 
-    def generate(
-        self,
-        requests: Sequence[GroupRequest],
-        outputs: Sequence[GroupOutput],
-        sampling: SamplingConfig,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[GroupResult]:
-        """Fills outputs[i] for requests[i]. `should_stop` is asked between decode steps; what ran is then CUT."""
+    def step(self) -> list[GroupResult]:
+        """One decode step of everything that runs (and the prefill of what joins). Returns the groups that ended, often none."""
+        ...
+
+    def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
+        """Ends these groups (all when None) now: completions that had not ended are CUT and keep their tokens. Keys that are
+        unknown, or ended before, are left out. A later `submit(resume=…)` may continue them."""
+        ...
+
+    def update_weights(
+        self, views: Mapping[str, np.ndarray], manifest: Manifest, version: int, recompute_kv_cache: bool = True
+    ) -> None:
+        """Copies weights into the live model between two steps, after the whole manifest was checked. Running completions go
+        on with the new weights; with `recompute_kv_cache` their keys and values, and every cached prefix, are computed anew,
+        else the old ones stay and no trainer can reproduce the logprobs. Raises WeightsMismatch with nothing changed."""
         ...
 
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """Logprobs (T-1,) float32 of ids[1:] given what precedes each: the canary after a weight update."""
+        """Logprobs (T-1,) float32 of ids[1:] given what precedes each, computed from scratch: no cache is read."""
+        ...
+
+    def next_token(self, ids: np.ndarray, temperature: float = 1.0) -> tuple[int, float]:
+        """The most likely token behind `ids` and its logprob, computed the way generation does, cached prefixes included: with
+        `score` it shows whether a cache outlived its weights."""
         ...
 
     def close(self) -> None:
         """Frees the model."""
         ...
+
+
+def generate(
+    engine: Engine,
+    requests: Sequence[GroupRequest],
+    outputs: Sequence[GroupOutput],
+    sampling: SamplingConfig,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[GroupResult]:
+    """Runs these groups, and whatever else the engine has, to the end. `should_stop` is asked between decode steps; what ran
+    is then CUT. For an engine that nobody else steps: offline evaluation, tests, benchmarks."""
+    if len(requests) != len(outputs):
+        raise ValueError(f"{len(requests)} requests but {len(outputs)} outputs; one each")
+    for request, output in zip(requests, outputs, strict=True):
+        engine.submit(request, output, sampling)
+    done: dict[int, GroupResult] = {}
+    while engine.unfinished:
+        if should_stop is not None and should_stop():
+            done |= {result.key: result for result in engine.abort()}
+        else:
+            done |= {result.key: result for result in engine.step()}
+    return [done[request.key] for request in requests]
