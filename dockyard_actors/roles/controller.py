@@ -15,6 +15,7 @@ from dockyard_actors.observe.plot import reward_png
 from dockyard_actors.observe.rollouts import RolloutSample, RolloutWriter
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.observe.summary import PassRates
+from dockyard_actors.observe.trace import TraceWriter
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.admission import NoPrompts, PromptOrder, hand_out, room
 from dockyard_actors.roles.journal import Journal
@@ -63,6 +64,7 @@ class Controller(Actor):
         self.pass_rates = PassRates.of(read_metrics(run_dir.metrics))
         self.examples: tuple[RolloutSample, ...] = ()
         self.warnings: list[str] = []
+        self.trace = TraceWriter(run_dir.trace, warn=self.warnings.append)
         self.roles: dict[str, m.ReportRole] = {}
         self.counters: dict[tuple[str, int], dict[str, float]] = {}  # a restarted role counts from zero
         self.said_start = bool(self.journal.recovered)
@@ -90,6 +92,7 @@ class Controller(Actor):
         self.journal.close()
         self.metrics.close()
         self.rollouts.close()
+        self.trace.close()
 
     async def on_death(self, death: Death) -> None:
         holder = f"{death.name}#{death.incarnation}"
@@ -313,6 +316,10 @@ class Controller(Actor):
     async def report_role(self, msg: m.ReportRole) -> m.Done:
         self.roles[msg.role] = msg
         self.counters[msg.role, msg.incarnation] = msg.counters
+        return m.Done()
+
+    async def report_spans(self, msg: m.ReportSpans) -> m.Done:
+        self.trace.append(msg.role, msg.incarnation, msg.spans)
         return m.Done()
 
     @control

@@ -11,6 +11,7 @@ import msgspec
 from dockyard_actors.observe.metrics import EvalRecord, StepRecord
 from dockyard_actors.observe.rollouts import RolloutSample
 from dockyard_actors.observe.summary import PassRates
+from dockyard_actors.observe.trace import Span
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.sandbox.types import Verdict
@@ -190,6 +191,14 @@ class ReportRole(Message[Done], frozen=True, tag=True):
     incarnation: int = 0
     counters: dict[str, float] = msgspec.field(default_factory=dict)  # since this incarnation started
     facts: dict[str, str] = msgspec.field(default_factory=dict)  # such as isolation, engine
+
+
+class ReportSpans(Message[Done], frozen=True, tag=True):
+    """What a role did since it told last, for trace.json. Retryable: the reader of a trace knows a span that was told twice."""
+
+    role: str
+    incarnation: int
+    spans: tuple[Span, ...]
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag=True):
