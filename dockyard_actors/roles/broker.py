@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from dockyard_actors.config import Config
 from dockyard_actors.roles import messages as m
@@ -29,7 +30,8 @@ class Broker(Actor):
         self.config = config
         self.executor = executor
         self.client = client
-        self.open = 0
+        self.open = 0  # programs under way
+        self._open_since = 0.0  # wall clock; when `open` changed last
 
     async def on_start(self) -> None:
         self.report = Reporter(self)
@@ -87,15 +89,22 @@ class Broker(Actor):
 
     @concurrent
     async def score(self, msg: m.ScorePrograms) -> m.Scored:
-        self.open += len(msg.programs)
-        self.report(f"scoring {self.open} programs, isolation {self.isolation}")
+        self._scoring(len(msg.programs))
         try:
             verdicts = await asyncio.gather(*(self._run(program, msg.deadline_s) for program in msg.programs))
         finally:
-            self.open -= len(msg.programs)
-            self.report(f"scoring {self.open} programs, isolation {self.isolation}")
+            self._scoring(-len(msg.programs))
         self.report.count("programs", len(msg.programs))
         return m.Scored(tuple(verdicts))
+
+    def _scoring(self, change: int) -> None:
+        """Programs came or went. A span ends with every change, so that a trace knows the load and a crash costs little of it."""
+        now = time.time()
+        if self.open:
+            self.report.trace.add("score", self._open_since, now, programs=self.open)
+        self.open += change
+        self._open_since = now
+        self.report(f"scoring {self.open} programs, isolation {self.isolation}")
 
     async def _run(self, program: m.Program, deadline_s: float) -> Verdict:
         """A program that got no verdict in time is `infra`: its sample is masked, the rest of its group is kept."""

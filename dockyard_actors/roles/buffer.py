@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -27,6 +28,7 @@ class Held(msgspec.Struct):
     meta: GroupMeta
     ref: TensorRef
     taken: bool = False
+    since: float = msgspec.field(default_factory=time.time)  # here, and ready to be taken
 
 
 def choose(held: list[Held], count: int) -> list[Held]:
@@ -79,7 +81,7 @@ class Buffer(Actor):
         for lease in gone:
             self.plane.release(self.groups.pop(lease).ref)
         for lease in returned:
-            self.groups[lease].taken = False
+            self.groups[lease].taken, self.groups[lease].since = False, time.time()
         for lease in new:
             self.groups[lease] = Held(wanted[lease].meta, wanted[lease].ref)
         if gone or new or returned:
@@ -93,6 +95,9 @@ class Buffer(Actor):
         self._changed = asyncio.Event()
         ready = sum(not held.taken for held in self.groups.values())
         self.report(f"{ready} ready, {len(self.groups) - ready} taken")
+
+    def _left(self, held: Held, outcome: str) -> None:
+        self.report.trace.add("buffered", held.since, time.time(), lease=held.meta.lease, outcome=outcome)
 
     @concurrent
     async def push(self, msg: m.PushGroup) -> m.Pushed:
@@ -136,6 +141,7 @@ class Buffer(Actor):
                 chosen = choose(ready, msg.count)
                 for held in chosen:
                     held.taken = True
+                    self._left(held, "taken")
                 self._wake()
                 return m.Batch(tuple(m.OpenGroup(held.meta, held.ref) for held in chosen), len(ready))
             left = until - loop.time()
@@ -164,6 +170,7 @@ class Buffer(Actor):
                 old.remove(held)
                 self.groups.pop(held.meta.lease, None)
                 self.plane.release(held.ref)
+                self._left(held, "expired")
         finally:
             for held in old:  # the asker gave up before the journal had them: the next take tries again
                 held.taken = False
