@@ -83,6 +83,13 @@ class Tracer:
         finally:
             self._add(name, start, start + time.perf_counter() - clock, lease, busy, args)
 
+    @contextmanager
+    def waiting(self, name: str, whom: str) -> Iterator[None]:
+        """Traces the block as a wait of this role for `whom`."""
+        with self.span(name, busy=False) as args:
+            args["for"] = whom
+            yield
+
     def add(self, name: str, start_s: float, end_s: float, *, lease: int = -1, busy: bool = True, **args: Any) -> None:
         """A span from `start_s` to `end_s`, both from time.time(). An end before the start counts as the start."""
         self._add(name, start_s, end_s, lease, busy, args)
