@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from dockyard_actors.config import Config
+from dockyard_actors.observe.gain import Gains
 from dockyard_actors.observe.live import RoleState, Snapshot
 from dockyard_actors.observe.metrics import read_metrics
 from dockyard_actors.observe.plot import reward_png
@@ -167,6 +168,7 @@ def summarise(
         mode=config.grpo.mode,
         model=config.model.source,
         pass_rate=PassRates.of(log),
+        gain=Gains.of(log),
         ledger=LedgerCounts(issued=audit.issued, **{name: len(ids) for name, ids in audit.classes.items()}),
         filtered_by_cause=causes["filtered"],
         failed_by_cause=causes["failed"],

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dockyard_actors.observe.gain import Gain, Gains
 from dockyard_actors.observe.live import WEAK, WEAK_TEXT, duration
 from dockyard_actors.observe.logs import LOG_LINE
 from dockyard_actors.observe.metrics import MetricsLog, fields_text, read_metrics
@@ -36,8 +37,8 @@ def inspect_run(path: Path | str, ledger: Mapping[str, Any] | None = None) -> di
     """Everything known of the run at `path`, as JSON data. Raises RunDirError when there is no run.
 
     Keys: id, path, state ("running", "crashed", or the summary's status), pid and host (of the process that holds it, while
-    running), step, facts (of the `started` event), last_step (record or None), pass_rate (by PAIRS), ledger (`ledger` as given,
-    else the summary's counts, else None), summary (or None), errors (role → last error lines), events (the last ten texts),
+    running), step, facts (of the `started` event), last_step (record or None), pass_rate (by PAIRS), gain (by PAIRS: Gain or None),
+    ledger (`ledger` as given, else the summary's counts, else None), summary (or None), errors (role → last error lines), events (the last ten texts),
     rollouts (samples recorded), plot (path or None), problems (texts: damaged or missing files).
     """
     run = RunDir(path)
@@ -71,6 +72,7 @@ def inspect_run(path: Path | str, ledger: Mapping[str, Any] | None = None) -> di
         "facts": facts,
         "last_step": _plain(log.steps[-1]) if log.steps else None,
         "pass_rate": _plain(summary.pass_rate if summary else PassRates.of(log)),
+        "gain": _plain(Gains.of(log) if log.evals or summary is None else summary.gain),
         "ledger": dict(ledger) if ledger is not None else _plain(summary.ledger) if summary else None,
         "summary": _plain(summary) if summary else None,
         "errors": {log_path.stem: lines for log_path in _logs(run) if (lines := last_errors(log_path))},
@@ -118,7 +120,7 @@ def render_inspection(report: Mapping[str, Any], console: Console) -> None:
         _line(console, f"step {last['step']} (version {last['version']}): {shown}")
     else:
         _line(console, "no training step recorded")
-    _pass_rates(report["pass_rate"], console)
+    _pass_rates(report["pass_rate"], report["gain"], console)
     if report["ledger"] is not None:
         _line(console, "ledger: " + ", ".join(f"{key} {value}" for key, value in report["ledger"].items()))
     for event in report["events"]:
@@ -153,16 +155,18 @@ def render_rollouts(path: Path | str, console: Console, *, last: int = 5) -> int
     return len(chosen)
 
 
-def _pass_rates(pairs: Mapping[str, Any], console: Console) -> None:
+def _pass_rates(pairs: Mapping[str, Any], gains: Mapping[str, Any], console: Console) -> None:
     if all(value is None for pair in pairs.values() for value in pair):
         _line(console, "no evaluation recorded")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("pass rate", "before", "after"):
+    for column in ("pass rate", "before", "after", "gain", "paired 90 %", "tasks"):
         table.add_column(column)
     for name in PAIRS:
         before, after = pairs[name]
-        table.add_row(name, _short(before), _short(after))
+        gain = msgspec.convert(gains[name], Gain | None)
+        paired = (f"{gain.gain:+.3f}", gain.interval(), str(gain.tasks)) if gain else ()
+        table.add_row(name, _short(before), _short(after), *paired)
     console.print(table)
 
 

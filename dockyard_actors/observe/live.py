@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dockyard_actors.observe.gain import Gain
 from dockyard_actors.observe.rollouts import RolloutSample
 from dockyard_actors.observe.summary import PAIRS, LedgerCounts, PassRates, Summary
 from dockyard_actors.observe.text import one_line, shorten, visible
@@ -227,7 +228,7 @@ def final_report(
         console.print(Text(WEAK_TEXT, style="bold red"))
     table = Table(title="Pass rate", title_justify="left", title_style="bold")
     table.add_column("")
-    for column in ("before", "after", "change"):
+    for column in ("before", "after", "change", "paired 90 %", "tasks"):
         table.add_column(column, justify="right")
     for name in PAIRS:
         before, after = getattr(summary.pass_rate, name)
@@ -236,7 +237,9 @@ def final_report(
             change = Text(
                 f"{after - before:+.3f}", style="green" if after > before else "red" if after < before else ""
             )
-        table.add_row(_PAIR_NAMES[name], _number(before, 3), _number(after, 3), change)
+        gain: Gain | None = getattr(summary.gain, name)
+        paired = (gain.interval(), str(gain.tasks)) if gain else ("–", "–")
+        table.add_row(_PAIR_NAMES[name], _number(before, 3), _number(after, 3), change, *paired)
     console.print(table)
     for number, sample in enumerate(examples[:3], start=1):
         good = sample.verdict == "ok" and bool(sample.tests) and all(t.outcome == "passed" for t in sample.tests)

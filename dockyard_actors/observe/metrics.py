@@ -149,11 +149,16 @@ class MetricsLog(msgspec.Struct, frozen=True, kw_only=True):
 
     def eval_pair(self, split: str, mode: str) -> tuple[Number, Number]:
         """(before, after): pass rates of the last evaluation at step 0 and of the last one after a step; None if absent."""
-        rates: list[Number] = [None, None]
+        before, after = self.eval_records(split, mode)
+        return (before.pass_rate if before else None, after.pass_rate if after else None)
+
+    def eval_records(self, split: str, mode: str) -> tuple[EvalRecord | None, EvalRecord | None]:
+        """(before, after): the evaluations that `eval_pair` compares."""
+        found: list[EvalRecord | None] = [None, None]
         for record in self.evals:
             if record.split == split and record.mode == mode:
-                rates[record.step > 0] = record.pass_rate
-        return (rates[0], rates[1])
+                found[record.step > 0] = record
+        return (found[0], found[1])
 
 
 def read_metrics(path: Path | str) -> MetricsLog:

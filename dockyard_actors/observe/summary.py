@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from dockyard_actors.observe.gain import Gains
 from dockyard_actors.observe.metrics import MetricsLog
 from dockyard_actors.observe.rundir import json_bytes, write_atomic
 
@@ -79,6 +80,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mode: str  # "sync" | "async"
     model: str
     pass_rate: PassRates
+    gain: Gains = Gains()  # after − before with its paired 90 % interval
     ledger: LedgerCounts
     filtered_by_cause: dict[str, int]
     failed_by_cause: dict[str, int]

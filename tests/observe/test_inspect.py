@@ -69,6 +69,20 @@ def test_a_finished_run_shows_its_summary(run: RunDir):
     assert shown(report).rstrip().endswith("cause: trainer: gave up")
 
 
+def test_a_paired_gain_is_shown_beside_the_rates(run: RunDir):
+    with MetricsWriter(run.metrics) as writer:
+        for step, rates in ((0, {"a": 0.0, "b": 0.5}), (2, {"a": 0.5, "b": 0.75})):
+            writer.write(
+                EvalRecord(
+                    step=step, split="heldout", mode="t1", pass_rate=0.1, samples=8, tasks=2, seconds=1.0, by_task=rates
+                )
+            )
+    report = inspect_run(run.path)
+    assert report["gain"]["heldout_t1"]["gain"] == 0.375
+    assert report["gain"]["train_t1"] is None
+    assert re.search(r"heldout_t1 .*\+0\.375 +-0\.414 to \+1\.000 +2 *\n", shown(report))
+
+
 def test_a_recounted_ledger_handed_in_is_what_is_shown(run: RunDir):
     report = inspect_run(run.path, ledger={"issued": 99, "balanced": False})
     assert "issued 99, balanced False" in shown(report)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from dockyard_actors.observe.gain import Gain, Gains
 from dockyard_actors.observe.live import LiveView, RoleState, Snapshot, duration, final_report, render
 from dockyard_actors.observe.rollouts import TestLine
 from dockyard_actors.observe.summary import LedgerCounts, PassRates
@@ -177,6 +178,18 @@ def test_the_report_shows_rates_examples_ledger_and_places_and_ends_with_the_cau
         assert wanted in text, wanted
     assert "Example 4" not in text
     assert text.rstrip().endswith("Cause: trainer: gave up")
+
+
+def test_the_report_bounds_the_gains_and_fits_a_terminal_of_80_columns():
+    console, out = terminal(80)
+    rates = PassRates(heldout_t1=(0.125, 0.25), heldout_greedy=(0.5, 0.25))
+    gain = Gain(tasks=32, unpaired=0, before=0.125, after=0.25, gain=0.125, low=0.0315, high=0.2185)
+    alone = Gain(tasks=1, unpaired=0, before=0.5, after=0.25, gain=-0.25, low=None, high=None)
+    gains = Gains(heldout_t1=gain, heldout_greedy=alone)
+    final_report(console, summary(pass_rate=rates, gain=gains), [], run_dir=Path("r"))
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).replace("│", " ") for line in out.getvalue().splitlines()]
+    held_out = [" ".join(row.split()) for row in rows if "held-out" in row]
+    assert held_out == ["held-out T=1 0.125 0.250 +0.125 +0.032 to +0.218 32", "held-out greedy 0.500 0.250 -0.250 – 1"]
 
 
 def test_long_completions_are_cut_in_the_report():

@@ -21,6 +21,7 @@ KEYS = [
     "mode",
     "model",
     "pass_rate",
+    "gain",
     "ledger",
     "filtered_by_cause",
     "failed_by_cause",
@@ -40,6 +41,7 @@ def test_the_file_has_exactly_the_documented_keys(tmp_path: Path):
         "heldout_t1": [0.1, None],
         "heldout_greedy": [None, None],
     }
+    assert data["gain"] == dict.fromkeys(data["pass_rate"])
     assert list(data["ledger"]) == ["issued", "trained", "expired", "filtered", "failed", "in_flight"]
     assert list(data["tokens"]) == ["generated", "trained"]
 
@@ -48,6 +50,14 @@ def test_what_is_written_is_read_back_and_a_missing_file_is_none(tmp_path: Path)
     written = summary(status="failed", cause="trainer: killed by signal 9", warnings=("weak",))
     assert read_summary(write_summary(tmp_path / "summary.json", written)) == written
     assert read_summary(tmp_path / "other.json") is None
+
+
+def test_a_summary_of_before_gains_were_known_is_read_as_having_none(tmp_path: Path):
+    path = write_summary(tmp_path / "summary.json", summary())
+    data = json.loads(path.read_text())
+    del data["gain"]
+    path.write_text(json.dumps(data))
+    assert read_summary(path) == summary()
 
 
 @pytest.mark.parametrize(("failed", "balanced"), [(0, True), (1, False)])
