@@ -18,13 +18,14 @@ from typing import Any
 from dockyard_actors.config import Config, ConfigError, load_config
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-ROLES = ("trainer", "inference", "sandbox", "buffer", "controller")
+ROLES = ("trainer", "inference", "sandbox", "buffer", "controller", "evaluator")
 
 EPILOG = """\
 examples:
   dockyard-launch up launch/configs/repair_tiny.yaml run.seed=1 grpo.max_num_steps=50
   dockyard-launch check launch/configs/functions_smollm2.yaml
   dockyard-launch inspect runs/latest --ledger
+  dockyard-launch inspect runs/latest --idle
   dockyard-launch resume runs/latest
   dockyard-launch eval runs/latest/checkpoints/latest --tasks functions --json
   dockyard-launch --role controller --config launch/configs/repair_tiny.yaml     (prints the rendezvous address)
@@ -77,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument(
         "--ledger", action="store_true", help="recount the lease ids from the journal; exit 1 unless exact"
     )
+    inspect.add_argument(
+        "--idle",
+        action="store_true",
+        help="from trace.json: how busy each role was, what it waited for, and the groups' way",
+    )
     inspect.add_argument("--rollouts", action="store_true", help="the newest readable samples")
     inspect.add_argument("--json", action="store_true", help="as JSON")
     evaluate = commands.add_parser("eval", help="pass@1 of a checkpoint, at T=1 and greedy, through the same executor")
@@ -126,13 +132,13 @@ def _dispatch(args: argparse.Namespace) -> int:
         return _role(args)
     match args.command:
         case "up":
-            return _up(load_config(Path(args.config), args.overrides))
+            return _up(_load(args.config, args.overrides))
         case "check":
             return _check(args)
         case "resume":
             return _resume(Path(args.run))
         case "inspect":
-            return _inspect(args)
+            return _inspect_idle(args) if args.idle else _inspect(args)
         case "eval":
             return _eval(args)
     parser().print_help()
@@ -148,6 +154,15 @@ def _tasks(config: Config) -> Any:
         return load_tasks(config.tasks.path)
     except TaskFileError as error:
         raise UsageError(f"tasks.path: {error}") from None
+
+
+def _load(path: str, overrides: list[str]) -> Config:
+    """The configuration with its engine chosen; says which and why."""
+    from dockyard_actors.plan import with_engine
+
+    config, why = with_engine(load_config(Path(path), overrides))
+    print(f"engine: {config.generation.engine}, because {why}", file=sys.stderr)
+    return config
 
 
 def _open_run(config: Config | None, resume: Path | None) -> Any:
@@ -218,7 +233,7 @@ def _role(args: argparse.Namespace) -> int:
             raise UsageError("--role controller starts a run and needs --config FILE")
         if args.rendezvous:
             raise UsageError("--role controller makes the rendezvous address; start it without --rendezvous")
-        config = load_config(Path(args.config), args.overrides)
+        config = _load(args.config, args.overrides)
         _tasks(config)
         with _open_run(config, None) as run_dir:
             return launch(config, run_dir, ("controller",), args.listen)
@@ -230,10 +245,10 @@ def _role(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from dockyard_actors.plan import plan, render_plan
+    from dockyard_actors.plan import plan, render_plan, with_engine
 
-    config = load_config(Path(args.config), args.overrides)
-    report = plan(config, _tasks(config))
+    config, why = with_engine(load_config(Path(args.config), args.overrides))
+    report = plan(config, _tasks(config)) | {"engine": config.generation.engine, "engine_reason": why}
     print(json.dumps(report, indent=2) if args.json else render_plan(report))
     return OK if not report["problems"] else USAGE
 
@@ -279,6 +294,27 @@ def _inspect(args: argparse.Namespace) -> int:
         render_rollouts(path, Console())
     else:
         render_inspection(report, Console())
+    return OK
+
+
+def _inspect_idle(args: argparse.Namespace) -> int:
+    import msgspec
+    from rich.console import Console
+
+    from dockyard_actors.observe.idle import IdleError, idle_report, render_idle
+    from dockyard_actors.observe.rundir import RunDir
+
+    run = RunDir(args.run)
+    if not run.is_run():
+        raise UsageError(f"{run.path} is not a run directory (no run.lock, no config.resolved.yaml)")
+    try:
+        report = idle_report(run.trace)
+    except IdleError as error:
+        raise UsageError(str(error)) from None
+    if args.json:
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
+    else:
+        render_idle(report, Console())
     return OK
 
 

@@ -116,9 +116,9 @@ class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ph: str
     name: str
     pid: int
+    tid: int
     cat: str = ""  # "busy" or "wait" of X, "group" of b and e
-    tid: int = 0
-    ts: int = 0  # microseconds since the epoch
+    ts: int = -1  # microseconds since the epoch; M has none
     dur: int | None = None
     id: int = -1  # the lease
     args: dict[str, Any] = {}
@@ -152,20 +152,23 @@ class TraceWriter:
             return
         if self._fd < 0:
             self._open()
+        rows = dict(self._pids), {key: list(lanes) for key, lanes in self._tids.items()}
         events: list[TraceEvent] = []
         for span in sorted(spans, key=lambda span: span.end_us):
             events += self._group(role, span) if span.lease >= 0 else self._own(role, incarnation, span)
         if self._fd < 0 or not self._write(b"".join(map(_line, events))):
             self.lost += len(spans)
+            self._pids, self._tids = rows  # a row that was not named in the file must be when it comes again
 
     def close(self) -> None:
         """Ends the JSON array; the file is strict JSON then."""
         if self._fd < 0:
             return
-        end = TraceEvent(ph="M", name="trace_end", pid=GROUPS_PID, args={"spans_lost": self.lost})
+        end = TraceEvent(ph="M", name="trace_end", pid=GROUPS_PID, tid=0, args={"spans_lost": self.lost})
         self._write(msgspec.json.encode(end) + b"\n]\n", limit=False)
-        os.close(self._fd)
-        self._fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     # ---- the file
 
@@ -189,19 +192,24 @@ class TraceWriter:
         if self._size:
             self._recall()
         else:
-            row = _named("process_name", GROUPS_PID, 0, GROUPS)
-            self._write(b"[\n" + _line(row) + _line(_sorted(GROUPS_PID)))
+            self._write(b"")
 
     def _write(self, data: bytes, limit: bool = True) -> bool:
-        """Whether all of it was written; if not, the file is as before."""
+        """Whether all of it was written, after the beginning of the array when there is none yet; if not, the file is as before."""
+        if not self._size:
+            data = b"[\n" + _line(_named("process_name", GROUPS_PID, 0, GROUPS)) + _line(_sorted(GROUPS_PID)) + data
         try:
             if limit and self._size + len(data) > self._limit:
                 raise OSError(f"the trace has reached its limit of {self._limit} bytes")
             write_all(self._fd, data)
         except OSError as error:
             self._failed(error)
-            os.ftruncate(self._fd, self._size)  # shrinking needs no space
-            os.lseek(self._fd, self._size, os.SEEK_SET)
+            try:
+                os.ftruncate(self._fd, self._size)  # shrinking needs no space
+                os.lseek(self._fd, self._size, os.SEEK_SET)
+            except OSError:  # the disk is failing: the next append opens the file anew, which cuts what was torn
+                os.close(self._fd)
+                self._fd = -1
             return False
         self._size += len(data)
         return True
@@ -217,6 +225,7 @@ class TraceWriter:
     def _recall(self) -> None:
         """Rows that the file has already: their numbers must not be given twice."""
         roles: dict[int, str] = {}
+        self._pids, self._tids = {}, {}
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
             for line in file:
@@ -242,11 +251,12 @@ class TraceWriter:
             cat="group",
             name=span.name,
             pid=GROUPS_PID,
+            tid=0,
             ts=span.start_us,
             id=span.lease,
             args={"role": role, **span.args},
         )
-        end = TraceEvent(ph="e", cat="group", name=span.name, pid=GROUPS_PID, ts=span.end_us, id=span.lease)
+        end = TraceEvent(ph="e", cat="group", name=span.name, pid=GROUPS_PID, tid=0, ts=span.end_us, id=span.lease)
         return [begin, end]
 
     def _own(self, role: str, incarnation: int, span: Span) -> list[TraceEvent]:
@@ -256,8 +266,8 @@ class TraceWriter:
             pid = self._pids[role] = max(self._pids.values(), default=GROUPS_PID) + 1
             events += [_named("process_name", pid, 0, role), _sorted(pid)]
         tid = self._lane(role, incarnation, pid, span)
-        if tid not in self._ends and tid not in self._tids[role, incarnation]:
-            lanes = self._tids[role, incarnation]
+        lanes = self._tids[role, incarnation]
+        if tid not in lanes:
             lanes.append(tid)
             label = f"#{incarnation}" if len(lanes) == 1 else f"#{incarnation} lane {len(lanes)}"
             events.append(_named("thread_name", pid, tid, label, incarnation=incarnation))
@@ -297,7 +307,7 @@ def _named(kind: str, pid: int, tid: int, name: str, **args: int) -> TraceEvent:
 
 
 def _sorted(pid: int) -> TraceEvent:
-    return TraceEvent(ph="M", name="process_sort_index", pid=pid, args={"sort_index": pid})
+    return TraceEvent(ph="M", name="process_sort_index", pid=pid, tid=0, args={"sort_index": pid})
 
 
 def _cut_end(fd: int) -> int:
