@@ -84,8 +84,11 @@ class Reporter:
                 return
             ctx = self._actor.ctx
             message = ReportSpans(role=ctx.name, incarnation=ctx.incarnation, spans=spans)
+            told = False
             try:
                 await ctx.ref("controller").ask(message, deadline_s=deadline_s, retry=True)
+                told = True
             except ActorError as error:
-                self._untold += len(spans)
                 log.debug("%d spans are lost: %s", len(spans), error)
+            finally:  # a flush that is out of time cancels the ask
+                self._untold += 0 if told else len(spans)

@@ -365,3 +365,11 @@ def test_threads_lose_no_span_between_them():
         thread.join()
         mine = [s.start_us for s in taken if s.name == f"t{threads.index(thread)}"]
         assert mine == [i * 1_000_000 for i in range(rounds)]
+
+
+def test_a_wait_says_for_whom():
+    tracer = Tracer()
+    with tracer.waiting("wait_batch", "buffer"):
+        pass
+    (span,) = tracer.drain()
+    assert (span.name, span.busy, span.args) == ("wait_batch", False, {"for": "buffer"})
