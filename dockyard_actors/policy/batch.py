@@ -1,17 +1,22 @@
 """From groups of completions to packed micro-batches: what the policy computes on.
-Identical completions of a group become one row with a weight, and a prompt is computed once for all its completions.
-Promises that every trained token appears in exactly one micro-batch. Knows no model.
+Identical completions of a group become one row with a weight, and what the rows of a group have in common, the prompt
+first of all, is computed once. Promises that every trained token appears in exactly one micro-batch, and that
+micro-batches are as few as fit and of even size. Knows no model.
 
-Legend: G completions of a group, S their width, B rows after merging, T packed tokens and N trained tokens of a micro-batch.
+Legend: G completions of a group, S their width, B rows after merging; of a micro-batch: b rows, T packed tokens,
+U of them sources (positions that predict something), N trained tokens.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from dockyard_actors.policy.tree import TokenTree, trees_within
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, end) of a packed row: one prompt, then completions that see the prompt and themselves only.
+    """Tokens [start, end) of a packed row: one tree, whose tokens see their ancestors and themselves only.
 
     barrier: (end-start, end-start) float32, added to attention scores: 0 where row sees column, -inf elsewhere.
     """
@@ -66,27 +71,27 @@ class Segment:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. input_ids, position_ids (T,) int64. For each of the N trained tokens: source, the packed position
-    whose hidden state predicts it; target, its id; row (within [first_row, last_row)) and column, its place in (B, S)."""
+    """One forward pass.
 
-    first_row: int
-    last_row: int
+    rows (b,) int64: which rows of the batch, ascending. input_ids, position_ids (T,) int64. source (U,) int64, ascending:
+    the packed positions that predict. For each of the N trained tokens, all (N,) int64: owner, which source predicts it,
+    ascending; target, its id; row and column, its place in this micro-batch's (b, S).
+    """
+
+    rows: torch.Tensor
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     segments: tuple[Segment, ...]
     source: torch.Tensor
+    owner: torch.Tensor
     target: torch.Tensor
     row: torch.Tensor
     column: torch.Tensor
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.first_row, self.last_row)
-
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The rows of one optimizer step, padded to (B, S), and the micro-batches that cover them in order.
+    """The rows of one optimizer step, padded to (B, S), in the order of the groups, and the micro-batches that cover them.
 
     behaviour_logprobs (B, S) float32; loss_mask (B, S) bool; versions (B, S) int32, -1 outside the mask;
     advantages (B,) float32; row_weights (B,) float32: how many sampled completions the row stands for.
@@ -114,7 +119,8 @@ class TrainBatch:
     def build(cls, groups: Sequence[GroupRows], micro_batch_tokens: int) -> TrainBatch:
         """Merges, packs and splits. A group whose advantages are all 0 teaches nothing: it is counted and left out.
 
-        micro_batch_tokens bounds T; a single prompt with one completion may exceed it. Raises ValueError for misfits.
+        micro_batch_tokens bounds T; a single prompt with one completion may exceed it. Which micro-batch a group lands in
+        depends on the groups' sizes and order alone. Raises ValueError for misfits.
         """
         rows: list[_Row] = []
         pieces: list[_Piece] = []
@@ -129,10 +135,14 @@ class TrainBatch:
             trained += 1
             merged += sum(row.weight - 1 for row in kept)
             sampled += sum(row.weight * len(row.tokens) for row in kept)
-            pieces += _pieces(group.prompt_ids, kept, len(rows), micro_batch_tokens)
+            at = len(rows)
+            for tree in trees_within(group.prompt_ids, [row.tokens for row in kept], micro_batch_tokens):
+                pieces.append(_Piece(tree, at))
+                at += len(tree.source)
             rows += kept
         width = max((len(row.tokens) for row in rows), default=0)
-        micro_batches = [_pack(bundle) for bundle in _bundles(pieces, micro_batch_tokens)]
+        bundles = balanced([len(piece.tree) for piece in pieces], micro_batch_tokens)
+        micro_batches = [_pack([pieces[i] for i in bundle], rows) for bundle in bundles]
         return cls(
             behaviour_logprobs=torch.from_numpy(_padded([r.logprobs for r in rows], width, 0.0, np.float32)),
             loss_mask=torch.from_numpy(_padded([np.ones(len(r.tokens), bool) for r in rows], width, False, bool)),
@@ -159,15 +169,10 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A prompt with some of its completions; rows are consecutive from first_row."""
+    """A group, or a part of one; its rows are consecutive from first_row."""
 
-    prompt: np.ndarray
-    completions: tuple[np.ndarray, ...]
+    tree: TokenTree
     first_row: int
-
-    @property
-    def size(self) -> int:
-        return self.prompt.size + sum(len(c) for c in self.completions)
 
 
 def _merge(group: GroupRows) -> tuple[list[_Row], int]:
@@ -189,74 +194,68 @@ def _merge(group: GroupRows) -> tuple[list[_Row], int]:
     return list(rows.values()), masked
 
 
-def _pieces(prompt: np.ndarray, rows: list[_Row], first_row: int, budget: int) -> list[_Piece]:
-    """One piece per group, or several that repeat the prompt when together they exceed the budget."""
-    pieces: list[_Piece] = []
-    held: list[np.ndarray] = []
-    size = prompt.size
-    for row in rows:
-        if held and size + len(row.tokens) > budget:
-            pieces.append(_Piece(prompt, tuple(held), first_row))
-            first_row, held, size = first_row + len(held), [], prompt.size
-        held.append(row.tokens)
-        size += len(row.tokens)
-    return [*pieces, _Piece(prompt, tuple(held), first_row)]
+def balanced(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices into `sizes` in as few bundles as fit within `budget`, of sums as even as that allows.
+
+    Longest first into the smallest bundle (Graham 1969: the largest is at most 4/3 - 1/(3k) of the best possible), and
+    where that needs more bundles than filling one after the other does, that filling. A size above the budget gets a
+    bundle of its own. Bundles and what they hold are in ascending order of index.
+    """
+    alone = [[i] for i, size in enumerate(sizes) if size > budget]
+    order = sorted((i for i, size in enumerate(sizes) if size <= budget), key=lambda i: -sizes[i])
+    filled: list[list[int]] = []
+    left: list[int] = []
+    for i in order:  # first fit, longest first
+        place = next((k for k, room in enumerate(left) if sizes[i] <= room), len(filled))
+        if place == len(filled):
+            filled.append([])
+            left.append(budget)
+        filled[place].append(i)
+        left[place] -= sizes[i]
+    least = -(-sum(sizes[i] for i in order) // budget)
+    for count in range(least, len(filled) + 1):
+        even, heap = [[] for _ in range(count)], [(0, k) for k in range(count)]
+        for i in order:
+            size, k = heapq.heappop(heap)
+            even[k].append(i)
+            heapq.heappush(heap, (size + sizes[i], k))
+        if all(size <= budget for size, _ in heap):
+            filled = even
+            break
+    return sorted(sorted(bundle) for bundle in [*alone, *filled])
 
 
-def _bundles(pieces: list[_Piece], budget: int) -> list[list[_Piece]]:
-    bundles: list[list[_Piece]] = []
-    size = 0
+def _pack(pieces: Sequence[_Piece], rows: Sequence[_Row]) -> MicroBatch:
+    segments, source, owner, target, row, column = ([] for _ in range(6))
+    start = sources = count = 0
     for piece in pieces:
-        if bundles and size + piece.size <= budget:
-            bundles[-1].append(piece)
-            size += piece.size
-        else:
-            bundles.append([piece])
-            size = piece.size
-    return bundles
-
-
-def _pack(pieces: list[_Piece]) -> MicroBatch:
-    ids, positions, source, target, row, column = ([] for _ in range(6))
-    segments = []
-    start = 0
-    first_row = pieces[0].first_row
-    for piece in pieces:
-        prompt = piece.prompt.size
-        ids.append(piece.prompt)
-        positions.append(np.arange(prompt))
-        seen = torch.zeros(piece.size, piece.size, dtype=torch.bool)
-        seen[:, :prompt] = True
-        seen[:prompt, :prompt] = torch.ones(prompt, prompt, dtype=torch.bool).tril()
-        at = prompt
-        for k, completion in enumerate(piece.completions):
-            n = len(completion)
-            seen[at : at + n, at : at + n] = torch.ones(n, n, dtype=torch.bool).tril()
-            ids.append(completion)
-            positions.append(np.arange(prompt, prompt + n))
-            source.append([start + prompt - 1, *range(start + at, start + at + n - 1)])
-            target.append(completion)
-            row.append(np.full(n, piece.first_row - first_row + k))
-            column.append(np.arange(n))
-            at += n
-        barrier = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-        segments.append(Segment(start, start + piece.size, barrier))
-        start += piece.size
+        tree = piece.tree
+        held = rows[piece.first_row : piece.first_row + len(tree.source)]
+        barrier = torch.zeros(len(tree), len(tree)).masked_fill_(~torch.from_numpy(tree.sees()), -torch.inf)
+        segments.append(Segment(start, start + len(tree), barrier))
+        used, owners = np.unique(np.concatenate(tree.source), return_inverse=True)
+        order = np.argsort(owners, kind="stable")
+        source.append(start + used)
+        owner.append(sources + owners[order])
+        target.append(np.concatenate([r.tokens for r in held])[order])
+        row.append(np.concatenate([np.full(len(r.tokens), count + k) for k, r in enumerate(held)])[order])
+        column.append(np.concatenate([np.arange(len(r.tokens)) for r in held])[order])
+        start, sources, count = start + len(tree), sources + len(used), count + len(held)
     return MicroBatch(
-        first_row=first_row,
-        last_row=pieces[-1].first_row + len(pieces[-1].completions),
-        input_ids=_joined(ids),
-        position_ids=_joined(positions),
+        rows=_joined([np.arange(p.first_row, p.first_row + len(p.tree.source)) for p in pieces]),
+        input_ids=_joined([piece.tree.ids for piece in pieces]),
+        position_ids=_joined([piece.tree.position for piece in pieces]),
         segments=tuple(segments),
         source=_joined(source),
+        owner=_joined(owner),
         target=_joined(target),
         row=_joined(row),
         column=_joined(column),
     )
 
 
-def _joined(parts: Sequence[Sequence[int] | np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]))
+def _joined(parts: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
 def _padded(rows: Sequence[np.ndarray], width: int, fill: float, dtype: type) -> np.ndarray:

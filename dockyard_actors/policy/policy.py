@@ -44,13 +44,13 @@ class LossResult(Protocol):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees of one micro-batch: rows [rows.start, rows.stop) of the batch.
+    """What a loss sees of one micro-batch: the rows `rows` (b,) int64 of the batch.
 
     logprobs (b, S) float32, differentiable, 0 outside the mask; behaviour_logprobs (b, S); proximal_logprobs and
     reference_logprobs (b, S) or None; advantages (b,); loss_mask (b, S) bool; row_weights (b,).
     """
 
-    rows: slice
+    rows: torch.Tensor
     logprobs: torch.Tensor
     behaviour_logprobs: torch.Tensor
     proximal_logprobs: torch.Tensor | None
@@ -132,7 +132,7 @@ class Policy:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion."""
-        return eos_ids(self.model, self.tokenizer)
+        return eos_ids(self.model.generation_config, self.tokenizer)
 
     # ---- forward
 
@@ -152,9 +152,15 @@ class Policy:
             ).last_hidden_state[0]
         hidden = hidden[micro.source].to(torch.bfloat16 if bf16 else torch.float32)
         logprobs, entropy = token_logprobs(
-            hidden, _head(model), micro.target, self.temperature, self.config.logit_chunk, self.config.entropy
+            hidden,
+            _head(model),
+            micro.owner,
+            micro.target,
+            self.temperature,
+            self.config.logit_chunk,
+            self.config.entropy,
         )
-        shape = (micro.last_row - micro.first_row, width)
+        shape = (len(micro.rows), width)
         place = (micro.row, micro.column)
         return logprobs.new_zeros(shape).index_put(place, logprobs), entropy.new_zeros(shape).index_put(place, entropy)
 
@@ -167,9 +173,10 @@ class Policy:
         if reference and self.reference is None:
             raise ValueError("there is no reference policy: call freeze_reference() before training")
         model = self.reference if reference else self.model
-        width = batch.loss_mask.shape[1]
-        parts = [self.completion_logprobs(micro, width, model)[0] for micro in batch.micro_batches]
-        return torch.cat(parts) if parts else torch.zeros(batch.loss_mask.shape)
+        logprobs = torch.zeros(batch.loss_mask.shape)
+        for micro in batch.micro_batches:
+            logprobs[micro.rows] = self.completion_logprobs(micro, batch.loss_mask.shape[1], model)[0]
+        return logprobs
 
     def freeze_reference(self) -> None:
         """Keeps a frozen copy of the present weights as the reference policy."""

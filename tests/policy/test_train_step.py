@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dockyard_actors.engines.base import SamplingConfig
 from dockyard_actors.policy.batch import GroupRows, TrainBatch
@@ -16,6 +19,7 @@ from tests.policy.models import (
     engine_of,
     generate,
     group_rows,
+    grouped_config,
     policy_of,
     random_group,
     reinforce,
@@ -28,27 +32,73 @@ def groups_of_eight() -> list[GroupRows]:
     return [random_group(12, [10] * 4, np.random.default_rng(g).normal(size=4).tolist(), seed=g) for g in range(8)]
 
 
-def gradient_of(policy: Policy, batch: TrainBatch, loss=reinforce) -> torch.Tensor:
-    """The flat gradient of a step, caught before the optimizer takes it."""
+POLICY = policy_of()  # of tests that leave it as it is
+
+
+def gradient_of(policy: Policy, batch: TrainBatch) -> torch.Tensor:
+    return caught_step(policy, batch)[1]
+
+
+def caught_step(policy: Policy, batch: TrainBatch) -> tuple[float, torch.Tensor]:
+    """Loss and flat gradient of a step, caught before the optimizer takes it."""
     caught: list[torch.Tensor] = []
     update = policy._update
     policy._update = lambda metrics: caught.append(  # type: ignore[method-assign]
         torch.cat([p.grad.flatten() for p in policy.parameters.values() if p.grad is not None])
     )
-    policy.train_step(batch, loss(batch))
+    result = policy.train_step(batch, reinforce(batch))
     policy._update = update  # type: ignore[method-assign]
-    return caught[0]
+    return result.metrics.loss, caught[0]
 
 
 def test_the_gradient_does_not_depend_on_the_number_of_micro_batches():
     policy, groups = policy_of(), groups_of_eight()
-    size = 12 + 40
+    size = 12 + 4 * 9
     batches = {count: TrainBatch.build(groups, 8 // count * size) for count in (1, 2, 4, 8)}
     assert {count: len(batch.micro_batches) for count, batch in batches.items()} == {1: 1, 2: 2, 4: 4, 8: 8}
     gradients = {count: gradient_of(policy, batch) for count, batch in batches.items()}
     scale = gradients[1].abs().max()
     for count in (2, 4, 8):
         assert (gradients[count] - gradients[1]).abs().max() / scale <= 1e-6, count
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(20, 120), st.integers(0, 99))
+def test_loss_and_gradient_of_uneven_groups_are_those_of_one_micro_batch(prompts, budget: int, seed: int):
+    rng = np.random.default_rng(seed)
+    groups = [
+        random_group(p, rng.integers(1, 12, 5).tolist(), rng.normal(size=5).tolist(), seed=seed + i, vocabulary=6)
+        for i, p in enumerate(prompts)
+    ]
+    whole, split = TrainBatch.build(groups, 100_000), TrainBatch.build(groups, budget)
+    assert len(whole.micro_batches) == 1
+    (loss, gradient), (other_loss, other) = caught_step(POLICY, whole), caught_step(POLICY, split)
+    assert other_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert (other - gradient).norm() <= 5e-6 * gradient.norm()
+
+
+@pytest.mark.parametrize("config", [None, grouped_config()], ids=["tied", "grouped"])
+def test_loss_and_gradient_are_those_of_a_plain_forward_pass_per_row(config):
+    groups = [
+        random_group(12, [9, 6, 9, 1, 4, 9], [1.0, -0.5, 2.0, 0.7, -1.0, 0.3], seed=g, vocabulary=6) for g in (0, 1)
+    ]
+    model = sharp_model(config)
+    policy = policy_of(copy.deepcopy(model))
+    batch = TrainBatch.build(groups, 4096)
+    assert batch.packed_tokens < sum(12 + n - 1 for g in groups for n in g.lengths)
+    loss, gradient = caught_step(policy, batch)
+    total = torch.zeros(())
+    for group in groups:
+        for i, n in enumerate(group.lengths.tolist()):
+            ids = torch.from_numpy(np.concatenate([group.prompt_ids, group.tokens[i, :n]])).long()
+            logprobs = torch.log_softmax(model(ids[None], use_cache=False).logits[0, 11:-1], -1)
+            total = total - float(group.advantages[i]) * logprobs.gather(-1, ids[12:, None]).sum()
+    total = total / sum(int(group.lengths.sum()) for group in groups)
+    total.backward()
+    plain = dict(model.named_parameters())
+    expected = torch.cat([plain[name].grad.flatten() for name in policy.parameters])
+    assert loss == pytest.approx(total.item(), rel=1e-5)
+    assert (gradient - expected).norm() / expected.norm() <= 1e-5
 
 
 def test_the_gradient_of_merged_rows_is_that_of_separate_ones():
