@@ -12,14 +12,33 @@ import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dockyard_actors.algorithms.types import AdvantageConfig, CorrectionConfig, LossConfig, validate
 from dockyard_actors.policy.types import ModelConfig, OptimizerConfig, PolicyConfig
+from dockyard_actors.settings import (
+    AsyncConfig,
+    CheckpointConfig,
+    DataPlaneConfig,
+    EvalConfig,
+    GenerationConfig,
+    GroupConfig,
+    GrpoConfig,
+    ObserveConfig,
+    RendezvousConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SandboxConfig,
+    SupervisionConfig,
+    TasksConfig,
+    WarmupConfig,
+    WeightSyncConfig,
+)
 
 ENV_PREFIX = "DOCKYARD_"
 # Environment names of ours that are no configuration keys.
@@ -28,153 +47,6 @@ ENV_RESERVED = {"DOCKYARD_PROCESS", "DOCKYARD_CACHE", "DOCKYARD_LOG"}
 
 class ConfigError(ValueError):
     """The configuration cannot be used. The message lists every problem, one a line."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RunConfig(Section):
-    """What this run is and where it goes."""
-
-    name: str = "run"
-    dir: str | None = None  # run directory; default runs/<time>-<name>
-    seed: int = Field(default=0, ge=0, lt=2**63)
-
-
-class TasksConfig(Section):
-    """Which prompts to train and evaluate on."""
-
-    path: str = "functions"  # a shipped set (functions, repair) or a JSONL file
-
-
-class GrpoConfig(Section):
-    """The shape of the loop."""
-
-    mode: Literal["sync", "async"] = "async"
-    max_num_steps: int = Field(default=100, ge=0)
-    num_prompts_per_step: int = Field(default=12, ge=1)
-    num_generations_per_prompt: int = Field(default=8, ge=2)
-
-
-class AsyncConfig(Section):
-    """How old data may be. Age of a group = trainer version - oldest token version, enforced when a batch is taken."""
-
-    max_trajectory_age_steps: int = Field(default=1, ge=0)
-
-
-class GenerationConfig(Section):
-    """Sampling. The trainer applies the same temperature, so that ratios compare like with like."""
-
-    temperature: float = Field(default=1.0, gt=0)
-    max_new_tokens: int = Field(default=24, ge=1)
-    engine: Literal["hf"] = "hf"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    max_batch_rows: int = Field(default=128, ge=1)  # sequences decoded together
-    threads: int = Field(default=1, ge=1)
-
-
-class RewardConfig(Section):
-    """1 when every test passes, else `partial` times the share of tests that pass."""
-
-    partial: float = Field(default=0.3, ge=0, le=1)
-
-
-class WarmupConfig(Section):
-    """Supervised warm-up from scratch, for models that start with random weights (tiny)."""
-
-    steps: int = Field(default=0, ge=0)
-    batch_size: int = Field(default=32, ge=1)
-    lr: float = Field(default=3e-3, gt=0)
-    threads: int = Field(default=1, ge=1)  # a second one gains a tiny model nothing and loses much on shared cores
-
-
-class EvalConfig(Section):
-    """Pass rates before and after training, on pinned weights."""
-
-    before: bool = True
-    after: bool = True
-    every: int = Field(default=0, ge=0)  # steps; 0 = only before and after
-    train_tasks: int = Field(default=64, ge=0)  # a fixed, seeded choice of training tasks
-    heldout_tasks: int = Field(default=1000, ge=0)  # at most; all by default
-    samples: int = Field(default=4, ge=1)  # at T=1, for each task
-    timeout_s: float = Field(
-        default=900.0, gt=0
-    )  # one evaluation of one split; generous: it shares cores with everything else
-
-
-class CheckpointConfig(Section):
-    """Where a killed trainer resumes from."""
-
-    every: int = Field(default=25, ge=1)  # steps
-    keep: int = Field(default=2, ge=1)  # newest checkpoints kept; the last one of a run always stays
-
-
-class RolloutConfig(Section):
-    count: int = Field(default=1, ge=1)  # rollout processes
-    groups_per_batch: int = Field(default=0, ge=0)  # groups generated together; 0 = num_prompts_per_step / count
-
-
-class GroupConfig(Section):
-    """One prompt and its G samples."""
-
-    deadline_s: float = Field(default=300.0, gt=0)  # from the lease to the push
-    min_size: int = Field(
-        default=2, ge=2
-    )  # scored samples below which a group is failed and its prompt tried once more
-    max_attempts: int = Field(default=3, ge=1)  # times a lease is handed out before its prompt is quarantined
-
-
-class SandboxConfig(Section):
-    """Where programs run. A host that cannot isolate refuses unless allow_weak, which every summary then shows."""
-
-    workers: int = Field(default=2, ge=1)
-    timeout_s: float = Field(default=4.0, gt=0)  # wall time of one program
-    memory_mib: int = Field(default=256, ge=32)
-    allow_weak: bool = False
-    start_timeout_s: float = Field(default=60.0, gt=0)
-    score_timeout_s: float = Field(default=120.0, gt=0)  # a group's programs, queueing included
-
-
-class DataPlaneConfig(Section):
-    """Shared slabs for rollout tensors."""
-
-    block_bytes: int = Field(default=256 << 10, ge=4096)  # one group
-    blocks: int = Field(default=256, ge=4)
-    alloc_timeout_s: float = Field(default=600.0, gt=0)  # a full arena is backpressure: the trainer is behind
-
-
-class WeightSyncConfig(Section):
-    timeout_s: float = Field(default=300.0, gt=0)  # an engine finishes its batch first; a dead one restarts and pulls
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-
-class SupervisionConfig(Section):
-    """Restarts within a window; beyond them the run stops with the first cause."""
-
-    max_restarts: int = Field(default=5, ge=0)
-    window_s: float = Field(default=1800.0, gt=0)  # long enough that a role that fails slowly is found out too
-    stall_s: float = Field(default=1800.0, gt=0)  # training without a finished step for this long ends the run
-    backoff_s: float = Field(default=0.2, gt=0)
-    backoff_max_s: float = Field(default=5.0, gt=0)
-    hang_s: float = Field(
-        default=10.0, gt=0
-    )  # a loop that answers no ping for this long is killed; two busy cores need slack
-    start_timeout_s: float = Field(default=180.0, gt=0)  # a cold import of torch and a model load
-    stop_grace_s: float = Field(default=10.0, gt=0)
-    drain_s: float = Field(default=120.0, gt=0)  # Ctrl-C: the step under way ends, then a checkpoint
-
-
-class RendezvousConfig(Section):
-    """How processes of one run find each other."""
-
-    ask_timeout_s: float = Field(default=30.0, gt=0)  # a control message between roles
-
-
-class ObserveConfig(Section):
-    rollouts_per_step: int = Field(default=4, ge=0)  # readable samples kept of each step
-    refresh_s: float = Field(default=1.0, gt=0)  # live view
-    log_level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
 
 
 class Config(BaseSettings):

@@ -38,15 +38,16 @@ from dockyard_actors.transport.tensors import host_id
 
 log = logging.getLogger(__name__)
 
-ALL_ROLES = ("controller", "buffer", "broker", "trainer", "rollout")
+ALL_ROLES = ("controller", "buffer", "broker", "trainer", "rollout", "evaluator")
 ROLE_OF = {
     "trainer": "trainer",
     "inference": "rollout",
     "sandbox": "broker",
     "buffer": "buffer",
     "controller": "controller",
+    "evaluator": "evaluator",
 }
-STOP_ORDER = ("broker", "rollout", "trainer", "buffer", "controller")  # sandboxes first, the ledger last
+STOP_ORDER = ("broker", "evaluator", "rollout", "trainer", "buffer", "controller")  # sandboxes first, the ledger last
 EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
 JOIN_S = 30.0  # the primary may still be starting on a busy machine
 RATE_AFTER_S = 2.0  # a rate over less than this is noise
@@ -61,6 +62,11 @@ class RunDesk(Actor):
 
     async def ask_run(self, msg: AskRun) -> RunIs:
         return self.run
+
+
+def processes_of(role: str, config: Config) -> int:
+    """How many processes of a role a run has; an evaluator only when something is evaluated while it trains."""
+    return {"rollout": config.rollout.count, "evaluator": int(config.eval.every > 0)}.get(role, 1)
 
 
 def spec_of(role: str, index: int, config: Config, logs: Path) -> ProcessSpec:
@@ -123,7 +129,7 @@ class Run:
             try:
                 await agent.system.start(RunDesk(self._run_is(server)), RUN_DESK)
                 for role in self.roles:
-                    for index in range(self.config.rollout.count if role == "rollout" else 1):
+                    for index in range(processes_of(role, self.config)):
                         await agent.spawn(spec_of(role, index, self.config, self.run_dir.logs))
                 if len(self.roles) < len(ALL_ROLES):
                     self.console.print(f"rendezvous: {agent.rendezvous}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`dockyard-launch eval CHECKPOINT`: pass@1 of a checkpoint on a task file, through the same engine and the same executor as in a run.
+"""`dockyard-launch eval CHECKPOINT`: pass@1 of a checkpoint on a task file, through the HF engine and the same executor as in a run.
 
 Everything happens in this process and one child executor; no actors, no ledger.
 """
@@ -52,8 +52,8 @@ async def evaluate_checkpoint(
     only: str | None = None,
 ) -> dict[str, Any]:
     """Returns {split: {t1, greedy, by_task}} with overall figures, isolation and counts. Raises ConfigError and TaskFileError."""
-    from dockyard_actors.roles.build import make_engine, make_executor
-    from dockyard_actors.roles.engine_seat import EngineSeat
+    from dockyard_actors.roles.build import make_executor, make_hf_engine
+    from dockyard_actors.roles.engine_driver import EngineDriver
     from dockyard_actors.roles.evaluation import evaluate
     from dockyard_actors.tasks.dataset import load_tasks
 
@@ -64,9 +64,10 @@ async def evaluate_checkpoint(
         try:
             health = await client.health()
             say(f"loading {checkpoint}")
-            engine = make_engine(config, str(checkpoint), own_weights=VERSION)
-            seat = EngineSeat(engine)
-            await seat.run(engine.start)
+            engine = make_hf_engine(config, str(checkpoint), own_weights=VERSION)
+            failed: list[BaseException] = []
+            driver = EngineDriver(engine, failed.append)
+            await driver.call(engine.start)
 
             async def judge(programs: Sequence[m.Program], deadline_s: float) -> Sequence[Verdict]:
                 return await asyncio.gather(
@@ -99,7 +100,7 @@ async def evaluate_checkpoint(
                         judge,
                         config,
                         by_id,
-                        seat,
+                        driver,
                         say,
                         m.Evaluate(
                             prompts=tuple(task.id for task in chosen),
@@ -123,7 +124,8 @@ async def evaluate_checkpoint(
                     if s in report and report[s][mode] is not None
                 ]
                 report[mode] = sum(rate * n for rate, n in parts) / sum(n for _, n in parts) if parts else None
-            seat.close()
+            driver.close()
+            await driver.closed(config.supervision.stop_grace_s)
             return report
         finally:
             await client.close()

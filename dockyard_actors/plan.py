@@ -1,7 +1,8 @@
-"""What a configuration would start: processes, memory, transports. Loads no model and imports no torch."""
+"""What a configuration would start: engine, processes, memory, transports. Loads no model and imports no torch."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Any
 
 import psutil
 
-from dockyard_actors.config import Config
+from dockyard_actors.config import Config, ConfigError
+from dockyard_actors.engines.base import EngineError
+from dockyard_actors.engines.choose import choose_engine
 from dockyard_actors.tasks.types import TaskSet
 
 MIB = 1 << 20
 # Resident memory measured on the development machine: interpreter with the role's imports, model not counted.
-BASE_MIB = {"controller": 90, "buffer": 60, "broker": 60, "executor": 60, "trainer": 420, "rollout": 420, "agent": 80}
+BASE_MIB = {"controller": 90, "buffer": 60, "broker": 60, "executor": 60, "trainer": 420, "agent": 80}
+ENGINE_MIB = {"hf": 420, "vllm": 900, "auto": 900}
+HEAD_DIMS = {"smollm2-135m": 64, "tiny": 32}
 PARAMETERS = {"smollm2-135m": 134_515_008, "tiny": 230_000}
 # Measured peak of a training step with SmolLM2-135M: 1.6 MiB a packed token; taken as proportional to the parameters.
 ACTIVATION_BYTES = 1.6 * MIB / PARAMETERS["smollm2-135m"]
@@ -27,6 +32,26 @@ def parameters(source: str) -> int | None:
         return PARAMETERS[source]
     files = list(Path(source).glob("*.safetensors")) if Path(source).is_dir() else []
     return sum(file.stat().st_size for file in files) // 2 if files else None
+
+
+def head_dim(source: str) -> int | None:
+    """Of a known model or of a model directory; None when its config.json cannot say."""
+    if source in HEAD_DIMS:
+        return HEAD_DIMS[source]
+    try:
+        described = json.loads((Path(source) / "config.json").read_text())
+        return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def with_engine(config: Config) -> tuple[Config, str]:
+    """The configuration with generation.engine decided, and why. Raises ConfigError when the engine that is asked for cannot be had."""
+    try:
+        kind, why = choose_engine(config.generation.engine, head_dim(config.model.source))
+    except (EngineError, ValueError) as error:
+        raise ConfigError(f"generation.engine: {error}") from None
+    return config.model_copy(update={"generation": config.generation.model_copy(update={"engine": kind})}), why
 
 
 def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
@@ -55,12 +80,15 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
             + (int(n * (16 + config.policy.micro_batch_tokens * ACTIVATION_BYTES)) // MIB if n else 0),
         },
     ]
-    for index in range(config.rollout.count):
+    engines = [f"rollout-{index}" for index in range(config.rollout.count)]
+    generation = config.generation
+    for name in [*engines, *(["evaluator"] if config.eval.every else [])]:
+        cache = generation.kv_cache_mib if generation.engine != "hf" else 0
         processes.append(
             {
-                "name": f"rollout-{index}",
-                "what": f"{config.generation.engine} engine, {config.generation.dtype}, {config.generation.threads} threads",
-                "memory_mib": BASE_MIB["rollout"] + (n * BYTES[config.generation.dtype] // MIB if n else 0),
+                "name": name,
+                "what": f"{generation.engine} engine, {generation.dtype}, {generation.threads} threads",
+                "memory_mib": ENGINE_MIB[generation.engine] + cache + (n * BYTES[generation.dtype] // MIB if n else 0),
             }
         )
     total = sum(p["memory_mib"] for p in processes) + (arena * config.rollout.count + (weights or 0)) // MIB
@@ -114,6 +142,7 @@ def render_plan(report: dict[str, Any]) -> str:
         f"age at most {report['max_age']}, correction {report['correction']}",
         f"tasks: {report['tasks']['source']}, {report['tasks']['train']} train, {report['tasks']['heldout']} held out",
         *(f"note: {note}" for note in report["notes"]),
+        *([f"engine: {report['engine']}, because {report['engine_reason']}"] if "engine" in report else []),
         "processes:",
         *(f"  {p['name']:12} ~{p['memory_mib']:6} MiB  {p['what']}" for p in report["processes"]),
         "transports:",

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -68,13 +69,7 @@ def build_empty(source: str, dtype: str = "float32", progress: Progress = logger
 
     Raises ModelSourceError, WeightsMissing.
     """
-    if source == TINY:
-        config, generation = tiny_config(), None
-    else:
-        directory = _directory(source, progress)
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        has_generation = (directory / "generation_config.json").is_file()
-        generation = GenerationConfig.from_pretrained(directory, local_files_only=True) if has_generation else None
+    config, generation = read_config(source, progress)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
     if generation is not None:
@@ -82,9 +77,19 @@ def build_empty(source: str, dtype: str = "float32", progress: Progress = logger
     return model.eval()
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def read_config(source: str, progress: Progress = logger.info) -> tuple[PreTrainedConfig, GenerationConfig | None]:
+    """The structure of `source` and how it says that text ends. Raises ModelSourceError, WeightsMissing."""
+    if source == TINY:
+        return tiny_config(), None
+    directory = _directory(source, progress)
+    has_generation = (directory / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(directory, local_files_only=True) if has_generation else None
+    return AutoConfig.from_pretrained(directory, local_files_only=True), generation
+
+
+def eos_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token id that ends a completion: the tokenizer's and those of the model's generation config, ascending."""
-    declared = model.generation_config.eos_token_id if model.generation_config is not None else None
+    declared = generation.eos_token_id if generation is not None else None
     listed = declared if isinstance(declared, (list, tuple)) else [declared]
     return tuple(sorted({i for i in [tokenizer.eos_token_id, *listed] if isinstance(i, int)}))
 

@@ -15,11 +15,23 @@ class NoPrompts(RuntimeError):
     """Every training prompt is quarantined: nothing is left to learn from."""
 
 
+def lag(ledger: Ledger) -> int | None:
+    """Steps that the engines are behind the trainer; None when nobody knows what they hold."""
+    return ledger.step - ledger.fresh_step if ledger.fresh_step >= 0 else None
+
+
+def is_open(ledger: Ledger, config: Config) -> bool:
+    """Whether work may be handed out: what the engines would generate now can still be trained. In sync mode only with fresh engines."""
+    behind = lag(ledger)
+    return behind is not None and behind <= config.max_age and not ledger.stopping and not ledger.finished
+
+
 def room(ledger: Ledger, config: Config) -> int:
-    """New groups that may be issued now: (max_age + 1)·B − (in flight, buffered, taken but not stepped), and never more than the rest of the run needs."""
+    """New groups that may be issued now: (max_age + 1 − lag)·B − (in flight, buffered, taken but not stepped), and never more than the
+    rest of the run needs. A group of engines that lag behind is older by as much when its turn comes."""
     batch = config.grpo.num_prompts_per_step
     needed = (config.grpo.max_num_steps - ledger.step) * batch
-    return max(0, min((config.max_age + 1) * batch, needed) - len(ledger.open))
+    return max(0, min((config.max_age + 1 - (lag(ledger) or 0)) * batch, needed) - len(ledger.open))
 
 
 def hand_out(lease: Lease, holder: str, max_attempts: int) -> Event:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dockyard_actors.config import Config
+from dockyard_actors.config import Config, ConfigError
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles.messages import RunIs
 from dockyard_actors.runtime.actor import Actor
@@ -18,11 +18,36 @@ from dockyard_actors.transport.slab import SlabConfig, SlabPlane
 from dockyard_actors.transport.weights_shm import WeightReader
 
 if TYPE_CHECKING:
+    from dockyard_actors.engines.base import Engine
     from dockyard_actors.engines.hf import HFEngine
 
 
-def make_engine(config: Config, source: str, own_weights: int | None = None) -> HFEngine:
-    """An engine for the model at `source`. Without `own_weights` (their version) it waits for the trainer's weights."""
+def make_engine(config: Config) -> Engine:
+    """The engine that generation.engine names; it waits for the trainer's weights."""
+    source, generation = config.model.source, config.generation
+    if generation.engine == "hf":
+        return make_hf_engine(config, source)
+    if generation.engine != "vllm":
+        raise ConfigError(f"generation.engine: {generation.engine!r} is not resolved; `with_engine` comes first")
+    from dockyard_actors.engines.vllm import VLLMEngine, VLLMEngineConfig
+    from dockyard_actors.policy.model import eos_ids, load_tokenizer, read_config
+
+    def load():
+        tokenizer = load_tokenizer(source)
+        structure, ending = read_config(source)
+        return structure, tokenizer, eos_ids(ending, tokenizer)
+
+    settings = VLLMEngineConfig(
+        max_batch_rows=generation.max_batch_rows,
+        kv_cache_bytes=generation.kv_cache_mib << 20,
+        dtype=generation.dtype,
+        threads=generation.threads,
+    )
+    return VLLMEngine(load, settings)
+
+
+def make_hf_engine(config: Config, source: str, own_weights: int | None = None) -> HFEngine:
+    """An HF engine for the model at `source`. Without `own_weights` (their version) it waits for the trainer's weights."""
     from dockyard_actors.engines.hf import HFEngine, HFEngineConfig
     from dockyard_actors.policy.model import build_empty, eos_ids, load_model, load_tokenizer
 
@@ -33,7 +58,7 @@ def make_engine(config: Config, source: str, own_weights: int | None = None) -> 
         tokenizer = load_tokenizer(source)
         build = build_empty if own_weights is None else load_model
         model = build(source, dtype=config.generation.dtype)
-        return model, tokenizer, eos_ids(model, tokenizer)
+        return model, tokenizer, eos_ids(model.generation_config, tokenizer)
 
     return HFEngine(load, HFEngineConfig(max_batch_rows=config.generation.max_batch_rows), version=own_weights)
 
@@ -83,8 +108,12 @@ def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: st
     if role == "rollout":
         from dockyard_actors.roles.rollout import Rollout
 
-        engine = make_engine(config, config.model.source)
-        return Rollout(config, tasks, engine, make_plane(config, run, name), WeightReader(FdClient(run.fd_path)))
+        weights = WeightReader(FdClient(run.fd_path))
+        return Rollout(config, tasks, make_engine(config), make_plane(config, run, name), weights)
+    if role == "evaluator":
+        from dockyard_actors.roles.evaluator import Evaluator
+
+        return Evaluator(config, tasks, make_engine(config), WeightReader(FdClient(run.fd_path)))
     if role == "trainer":
         from dockyard_actors.roles.learner import Learner
         from dockyard_actors.roles.trainer import Trainer

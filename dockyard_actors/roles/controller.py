@@ -17,7 +17,7 @@ from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.observe.summary import PassRates
 from dockyard_actors.observe.trace import TraceWriter
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.admission import NoPrompts, PromptOrder, hand_out, room
+from dockyard_actors.roles.admission import NoPrompts, PromptOrder, hand_out, is_open, room
 from dockyard_actors.roles.journal import Journal
 from dockyard_actors.roles.ledger import (
     QUARANTINED,
@@ -57,7 +57,6 @@ class Controller(Actor):
         self.ledger = Ledger.replay(self.journal.recovered)
         self.metrics = MetricsWriter(run_dir.metrics)
         self.rollouts = RolloutWriter(run_dir.rollouts, per_step=config.observe.rollouts_per_step)
-        self.fresh = False  # engines hold the newest weights: admission is open
         self.dead: dict[str, int] = {}  # rollout → its newest incarnation that is known to be dead
         self.phase = "starting"
         self.last_step: StepRecord | None = None
@@ -79,7 +78,6 @@ class Controller(Actor):
             self._record(*(Freed(lease.id, "host_lost") for lease in ledger.open.values()))
         elif self.journal.recovered:
             # Only this process was restarted; engines, trainer and buffer are as they were.
-            self.fresh = ledger.fresh
             closed = tuple(lease.id for lease in ledger.leases.values() if lease.ref and lease.id not in ledger.open)
             self.ctx.spawn(self._release(closed), name="free what the journal closed")
             self.warnings.append("the controller was restarted and rebuilt from its journal")
@@ -154,7 +152,7 @@ class Controller(Actor):
         holder = f"{msg.rollout}#{msg.incarnation}"
         # Granted in a reply that never arrived (this process died after it was journalled): nobody works on these.
         self._record(*(Freed(x.id, "grant_lost") for x in self.ledger.held_by(holder) if x.id not in msg.working))
-        if not self.fresh or self.ledger.stopping or self.ledger.finished:
+        if not is_open(self.ledger, self.config):
             return []
         granted: list[m.Granted] = []
         for lease in self.ledger.waiting()[: msg.capacity]:
@@ -217,7 +215,6 @@ class Controller(Actor):
 
     async def trainer_starts(self, msg: m.TrainerStarts) -> m.Welcome:
         back = self.ledger.after(msg.step)
-        self.fresh = False
         if msg.step != self.ledger.step:
             self._record(RolledBack(msg.step, back))
             self.metrics.resumed(msg.step)
@@ -225,7 +222,6 @@ class Controller(Actor):
         return m.Welcome(self.ledger.step, self.ledger.version, len(back))
 
     async def next_version(self, msg: m.NextVersion) -> m.VersionIs:
-        self.fresh = False
         self._record(Published(self.ledger.version + 1))
         return m.VersionIs(self.ledger.version)
 
@@ -243,21 +239,20 @@ class Controller(Actor):
                 seed=config.run.seed,
                 steps=config.grpo.max_num_steps,
             )
-        if not self.fresh:
-            self._record(Fresh(msg.version))
-            self.fresh = True
+        if msg.step != self.ledger.fresh_step:
+            self._record(Fresh(msg.version, msg.step))
         self._wake()
         return m.Done()
 
     async def step_done(self, msg: m.StepDone) -> m.StepAck:
         if msg.step > self.ledger.step:
-            self.fresh = False
             self._record(
                 *(Closed(lease, "filtered", cause) for lease, cause in msg.filtered),
                 Stepped(msg.step, msg.version, msg.trained),
             )
             leases = (*msg.trained, *(lease for lease, _ in msg.filtered))
             self.ctx.spawn(self._after_step(msg.step, leases), name=f"after step {msg.step}")
+            self._wake()
         else:
             self._record()
         return m.StepAck(bool(self.ledger.stopping))
@@ -302,11 +297,10 @@ class Controller(Actor):
         return m.Done()
 
     async def run_finished(self, msg: m.RunFinished) -> m.Done:
-        if msg.status == "completed":
-            self._record(*(Closed(lease.id, "expired", "run_end") for lease in list(self.ledger.open.values())))
         await asyncio.to_thread(reward_png, self.run_dir)
-        if not self.ledger.finished:
-            self._record(Finished(msg.status))
+        if not self.ledger.finished:  # in one go: what closes makes room for new leases, which nobody would end
+            unused = list(self.ledger.open.values()) if msg.status == "completed" else []
+            self._record(*(Closed(lease.id, "expired", "run_end") for lease in unused), Finished(msg.status))
         self._wake()
         return m.Done()
 

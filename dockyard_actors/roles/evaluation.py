@@ -1,6 +1,6 @@
-"""Pass rates at pinned weights: the rollout's engine generates, the broker's executor judges.
+"""Pass rates at pinned weights: an engine generates, the broker's executor judges.
 
-Generation and scoring overlap slice by slice. Nothing of an evaluation touches the ledger: its samples are not leases.
+Groups are generated together and judged as they end. Nothing of an evaluation touches the ledger: its samples are not leases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from dockyard_actors.config import Config
 from dockyard_actors.engines.base import Engine, GroupOutput, GroupRequest, SamplingConfig
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.engine_seat import EngineSeat
+from dockyard_actors.roles.engine_driver import EngineDriver
 from dockyard_actors.roles.scoring import Judge, Score, score, to_sample
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import Task
@@ -30,31 +30,36 @@ async def evaluate(
     judge: Judge,
     config: Config,
     by_id: Mapping[str, Task],
-    seat: EngineSeat,
+    driver: EngineDriver,
     report: Callable[[str], None],
     msg: m.Evaluate,
 ) -> m.Evaluated:
-    """Generates `samples` responses a task (one when greedy) and counts those that resolved. Raises WrongVersion."""
+    """Generates `samples` responses a task (one when greedy) and counts those that resolved. Raises WrongVersion when the engine holds
+    other weights, at the start or for any token."""
     n = 1 if msg.greedy else msg.samples
     sampling = SamplingConfig(max_new_tokens=config.generation.max_new_tokens, greedy=msg.greedy)
-    per_slice = max(1, config.generation.max_batch_rows // n)
     tasks = [by_id[name] for name in msg.prompts]
-    scoring: list[asyncio.Task[list[Score]]] = []
-    texts: list[str] = []
-    group = asyncio.TaskGroup()
-    async with _plainly(), group:
-        for start in range(0, len(tasks), per_slice):
-            part = tasks[start : start + per_slice]
-            async with seat.taken() as engine:
-                if engine.version != msg.version:
-                    raise WrongVersion(f"the engine holds weights {engine.version}, asked to evaluate {msg.version}")
-                report(f"evaluating task {start + 1} of {len(tasks)}, {'greedy' if msg.greedy else 'T=1'}")
-                new = await seat.run(_generate, engine, part, n, sampling, msg.seed)
-            items = [(part[i // n], text) for i, text in enumerate(new)]
-            texts += new
-            scoring.append(group.create_task(score(judge, config.reward.partial, items, config.eval.timeout_s)))
+    done = 0
+    if driver.engine.version != msg.version:
+        raise WrongVersion(f"the engine holds weights {driver.engine.version}, asked to evaluate {msg.version}")
+
+    async def one(key: int, task: Task) -> tuple[list[Score], list[str]]:
+        nonlocal done
+        async with room:
+            texts = await _generate(driver, _request(driver.engine, key, task, n, msg.seed), sampling, msg.version)
+        done += 1
+        report(f"evaluated {done} of {len(tasks)} tasks, {'greedy' if msg.greedy else 'T=1'}")
+        scores = await score(judge, config.reward.partial, [(task, text) for text in texts], config.eval.timeout_s)
+        return scores, texts
+
+    # Twice what the engine decodes together: the rest waits here, where it costs nothing.
+    room = asyncio.Semaphore(max(1, 2 * config.generation.max_batch_rows // n))
+    async with _plainly(), asyncio.TaskGroup() as group:
+        judged = [group.create_task(one(key, task)) for key, task in enumerate(tasks)]
     report("evaluation done")
-    return _summarise(tasks, n, [s for part in scoring for s in part.result()], texts, msg)
+    scores = [score for task in judged for score in task.result()[0]]
+    texts = [text for task in judged for text in task.result()[1]]
+    return _summarise(tasks, n, scores, texts, msg)
 
 
 @asynccontextmanager
@@ -66,21 +71,25 @@ async def _plainly() -> AsyncIterator[None]:
         raise errors.exceptions[0] from errors
 
 
-def _generate(engine: Engine, tasks: list[Task], n: int, sampling: SamplingConfig, seed: int) -> list[str]:
-    requests = [
-        GroupRequest(
-            key=key,
-            prompt_ids=np.asarray(engine.tokenizer.encode(task.prompt), dtype=np.int32),
-            n=n,
-            seeds=tuple(sample_seed(seed, task.id, EVAL_EPOCH, index) for index in range(n)),
-            stop=task.stop,
-            max_new_tokens=task.max_new_tokens,
-        )
-        for key, task in enumerate(tasks)
-    ]
-    outputs = [GroupOutput.allocate(n, sampling.max_new_tokens) for _ in tasks]
-    engine.generate(requests, outputs, sampling)
-    return [text for output in outputs for text in decode(engine, output.tokens, output.lengths)]
+def _request(engine: Engine, key: int, task: Task, n: int, seed: int) -> GroupRequest:
+    return GroupRequest(
+        key=EVAL_EPOCH + key,
+        prompt_ids=np.asarray(engine.tokenizer.encode(task.prompt), dtype=np.int32),
+        n=n,
+        seeds=tuple(sample_seed(seed, task.id, EVAL_EPOCH, index) for index in range(n)),
+        stop=task.stop,
+        max_new_tokens=task.max_new_tokens,
+    )
+
+
+async def _generate(driver: EngineDriver, request: GroupRequest, sampling: SamplingConfig, version: int) -> list[str]:
+    output = GroupOutput.allocate(request.n, sampling.max_new_tokens)
+    await driver.generate(request, output, sampling)
+    used = np.arange(output.versions.shape[1])[None, :] < output.lengths[:, None]
+    others = set(output.versions[used].tolist()) - {version}
+    if others:
+        raise WrongVersion(f"weights {sorted(others)} generated while {version} was evaluated")
+    return decode(driver.engine, output.tokens, output.lengths)
 
 
 def decode(engine: Engine, tokens: np.ndarray, lengths: np.ndarray) -> list[str]:

@@ -31,6 +31,7 @@ from dockyard_actors.policy.warmup import WarmupPlan, warm_up
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.messages import OpenGroup
 from dockyard_actors.tasks.repair import warmup_pairs
+from dockyard_actors.tasks.types import Task
 from dockyard_actors.transport.fdclient import FdClient
 from dockyard_actors.transport.plane import DataPlane
 from dockyard_actors.transport.weights_shm import WeightPublisher
@@ -132,6 +133,15 @@ class Learner:
 
     def write_weights(self, buffers: Mapping[str, np.ndarray]) -> None:
         self.policy.write_weights(buffers)
+
+    def canary_ids(self, tasks: Sequence[Task], most: int) -> np.ndarray:
+        """(T,) int32, 2 <= T <= most: the first prompts, one behind the other."""
+        ids: list[int] = []
+        for task in tasks:
+            ids += self.policy.tokenizer.encode(task.prompt)
+            if len(ids) >= most:
+                break
+        return np.asarray(ids[:most], dtype=np.int32)
 
     # ---- one step
 

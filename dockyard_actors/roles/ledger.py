@@ -80,15 +80,16 @@ class Freed(msgspec.Struct, frozen=True, tag="freed"):
 
 
 class Published(msgspec.Struct, frozen=True, tag="published"):
-    """A weight version was given away: its weights go out to the engines, which are stale until `Fresh`."""
+    """A weight version was given away: its weights go out to the engines."""
 
     version: int
 
 
 class Fresh(msgspec.Struct, frozen=True, tag="fresh"):
-    """Every engine holds this version: new groups may be issued."""
+    """Every engine holds this version, the weights after `step`: what is admitted is counted from there."""
 
     version: int
+    step: int = -1
 
 
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
@@ -169,7 +170,7 @@ class Ledger:
         self.leases: dict[int, Lease] = {}
         self.open: dict[int, Lease] = {}  # in flight, buffered ones included
         self.version = -1  # newest weight version ever published; never repeats
-        self.fresh = False  # the engines hold `version`, and nothing was trained since
+        self.fresh_step = -1  # every engine holds the weights after this step, or newer ones; -1: nobody knows
         self.step = 0
         self.counts: Counter[str] = Counter()
         self.causes: dict[str, Counter[str]] = {name: Counter() for name in ("expired", "filtered", "failed")}
@@ -251,7 +252,7 @@ class Ledger:
                     raise LedgerError(f"step {event.step} trains a lease twice: {event.trained}")
                 for lease in leases:
                     self._close(lease, "trained", step=event.step)
-                self.step, self.fresh = event.step, False
+                self.step = event.step
             case Closed():
                 if event.outcome not in self.causes:
                     raise LedgerError(f"unknown outcome {event.outcome!r}; known: {', '.join(self.causes)}")
@@ -267,9 +268,9 @@ class Ledger:
             case Published():
                 if event.version <= self.version:
                     raise LedgerError(f"weight version {event.version} was published before (newest is {self.version})")
-                self.version, self.fresh = event.version, False
+                self.version = event.version
             case Fresh():
-                self.fresh = True
+                self.fresh_step = event.step
             case Checkpointed():
                 pass  # in the journal for whoever reads it; the checkpoint directory itself says where a trainer starts
             case RolledBack():
@@ -286,11 +287,11 @@ class Ledger:
                     lease.cause = "rolled_back"
                     self.open[lease_id] = lease
                 self.rolled_back += len(event.leases)
-                self.step, self.fresh = event.step, False
+                self.step, self.fresh_step = event.step, -1
             case Opened():
-                self.fresh = self.fresh and event.session == self.session
                 if event.session != self.session:  # a run that is resumed goes on
                     self.stopping = self.finished = ""
+                    self.fresh_step = -1
                 self.session = event.session
             case Stopping():
                 self.stopping = event.reason

@@ -6,6 +6,7 @@ It asks the primary agent what the run is, builds its role and serves until it i
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from dockyard_actors.config import from_resolved
@@ -16,6 +17,7 @@ from dockyard_actors.runtime.guard import guard
 from dockyard_actors.runtime.process import main_process, read_bootstrap
 from dockyard_actors.runtime.system import ActorSystem
 
+NICENESS = 10  # of the evaluator: it yields shared cores to trainer and rollouts
 RUN_DESK = "run"  # the actor of the primary agent that knows the run
 ASK_RUN_S = 60.0  # the primary answers at once; a busy host may be slow to schedule it
 IMPORT_S = 120.0  # torch and transformers from a cold disk, with several processes importing at once
@@ -25,6 +27,8 @@ def main() -> None:
     role, index = sys.argv[1], int(sys.argv[2])
     setup_logging(name_of(role, index), None, stderr=True)
     bootstrap = read_bootstrap()
+    if role == "evaluator":
+        os.nice(NICENESS)
 
     async def build(system: ActorSystem) -> None:
         run = await system.ref(RUN_DESK).ask(AskRun(), deadline_s=ASK_RUN_S, retry=True)

@@ -132,9 +132,10 @@ class NextVersion(Message[VersionIs], frozen=True, tag=True):
 
 
 class EnginesFresh(Message[Done], frozen=True, tag=True):
-    """Every engine holds `version`: admission opens."""
+    """Every engine holds `version`, the weights after `step`: admission counts from there. Retryable."""
 
     version: int
+    step: int
 
 
 class StepAck(msgspec.Struct, frozen=True, tag=True):
@@ -142,7 +143,7 @@ class StepAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(Message[StepAck], frozen=True, tag=True):
-    """One optimizer step. Closes admission until EnginesFresh. Retryable: a step counts once."""
+    """One optimizer step; the engines lag one more behind until EnginesFresh. Retryable: a step counts once."""
 
     step: int
     version: int  # weights that were trained from
@@ -307,17 +308,32 @@ class ScorePrograms(Message[Scored], frozen=True, tag=True):
 # ---- trainer → rollout
 
 
+class Canary(msgspec.Struct, frozen=True):
+    """One fixed sequence as the trainer scores it with the weights that are sent: what an engine must find as well.
+
+    ids: (T,) int32 and logprobs: (T-1,) float32 of ids[1:], both as little-endian bytes; temperature: of the logprobs.
+    """
+
+    ids: bytes
+    logprobs: bytes
+    temperature: float
+
+
 class Applied(msgspec.Struct, frozen=True, tag=True):
-    """The engine holds these weights. `digest` is xxh3 over the checksums of the bytes it read, entry by entry."""
+    """The engine holds these weights. `digest` is xxh3 over the checksums of the bytes it read, entry by entry; `mismatch` the mean
+    |Δ| of the canary's logprobs in nats, -1 without a canary; `paused_s` how long decoding stood still."""
 
     version: int
     digest: int
+    mismatch: float = -1.0
+    paused_s: float = 0.0
 
 
 class UpdateWeights(Message[Applied], frozen=True, tag=True):
-    """Swap to these weights between two batches. Retryable."""
+    """Swap to these weights between two decode steps and prove it before generating on. Retryable."""
 
     ref: WeightRef
+    canary: Canary | None = None
 
 
 class TaskResult(msgspec.Struct, frozen=True):
@@ -350,6 +366,7 @@ class Evaluate(Message[Evaluated], frozen=True, tag=True):
 
 class Weights(msgspec.Struct, frozen=True, tag=True):
     ref: WeightRef
+    canary: Canary | None = None
 
 
 class NoWeights(msgspec.Struct, frozen=True, tag=True):

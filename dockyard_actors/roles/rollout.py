@@ -1,133 +1,124 @@
 """The rollout role: leases prompts, samples G responses of each, has them scored, and pushes finished groups.
 
-Tokens, logprobs and versions are written by the engine straight into a slab block; only the reference and the metadata travel. The engine
-computes in one dedicated thread; new work starts while earlier groups are still being scored.
+Every group goes its own way in a task of its own: it joins the engine's running batch when there is room, and its verdicts are awaited
+while the engine generates for others. Tokens, logprobs and versions are written by the engine straight into a slab block; only the
+reference and the metadata travel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import numpy as np
 
 from dockyard_actors.config import Config
-from dockyard_actors.engines.base import Engine, GroupOutput, GroupRequest, SamplingConfig
+from dockyard_actors.engines.base import Engine, FinishReason, GroupOutput, GroupRequest, GroupResult
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.engine_seat import EngineSeat
-from dockyard_actors.roles.evaluation import decode, evaluate
+from dockyard_actors.roles.engine_driver import EngineStopped
+from dockyard_actors.roles.engine_host import EngineHost
+from dockyard_actors.roles.evaluation import decode
 from dockyard_actors.roles.ledger import GroupMeta
-from dockyard_actors.roles.reporting import Reporter
-from dockyard_actors.roles.scoring import Score, broker_judge, score, to_sample
-from dockyard_actors.roles.synchronizer import digest_of
-from dockyard_actors.runtime.actor import Actor, concurrent
+from dockyard_actors.roles.scoring import Score, score, to_sample
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import Task, TaskSet
 from dockyard_actors.transport.plane import Block, DataPlane, TensorRef
-from dockyard_actors.transport.tensors import ALIGNMENT, ChecksumError, DataPlaneError, checksum
-from dockyard_actors.transport.weights_shm import WeightReader, WeightRef
+from dockyard_actors.transport.tensors import ALIGNMENT
+from dockyard_actors.transport.weights_shm import WeightReader
 
 log = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 5.0  # one long poll for work; the loop then looks again, so nothing hangs on a lost answer
 
 
-class Rollout(Actor):
+class Rollout(EngineHost):
     """One process with one engine."""
 
     def __init__(self, config: Config, tasks: TaskSet, engine: Engine, plane: DataPlane, weights: WeightReader):
-        self.config = config
-        self.tasks = tasks.by_id()
-        self.engine = engine
+        super().__init__(config, tasks, engine, weights)
         self.plane = plane
-        self.weights = weights
-        self.sampling = SamplingConfig(
-            temperature=config.generation.temperature, max_new_tokens=config.generation.max_new_tokens
-        )
-        self.seat = EngineSeat(engine)
         self.stopping = False
         self.working: set[int] = set()  # leases that are neither pushed nor closed yet
-        self.fresher = asyncio.Event()  # pulsed when the engine got new weights
+        self.generating = 0  # groups between their lease and their last token
+        self.slots = max(1, config.generation.max_batch_rows // config.grpo.num_generations_per_prompt)
+        self.slot_free = asyncio.Event()
 
     async def on_start(self) -> None:
-        self.judge = broker_judge(self.ctx, self.config.rendezvous.ask_timeout_s)
-        self.report = Reporter(self, doing="loading the model")
-        self.report.facts["engine"] = self.config.generation.engine
-        await self.seat.run(self.engine.start)
+        await super().on_start()
         self.ctx.spawn(self._work(), name="work")
 
     async def on_stop(self) -> None:
         self.stopping = True
-        self.seat.close()
-
-    # ---- weights
-
-    @concurrent
-    async def update_weights(self, msg: m.UpdateWeights) -> m.Applied:
-        async with self.seat.taken():
-            self.report(f"loading weights version {msg.ref.version}")
-            applied = await self.seat.run(self._apply, msg.ref)
-        self.fresher.set()
-        self.fresher = asyncio.Event()
-        return applied
-
-    def _apply(self, ref: WeightRef) -> m.Applied:
-        """Copies the slot into the engine. The digest is of the bytes that were read, not of what the ref claims."""
-        manifest = self.weights.manifest(ref)
-        with self.weights.open(ref) as views:
-            digest = digest_of(checksum(views[entry.name]) for entry in manifest.entries)
-            if digest != digest_of(ref.checksums):
-                raise ChecksumError(
-                    f"weights version {ref.version}: the bytes in slot {ref.slot} are not those that were published"
-                )
-            self.engine.update_weights(views, manifest, ref.version)
-            views.check()  # the slot held this version until the last byte was copied
-        return m.Applied(ref.version, digest)
-
-    async def _pull_weights(self) -> None:
-        """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0."""
-        while self.engine.version < 0:
-            reply = await self.ctx.ref("trainer").ask(
-                m.CurrentWeights(rollout=self.ctx.name), deadline_s=self.config.supervision.start_timeout_s, retry=True
-            )
-            if isinstance(reply, m.NoWeights):
-                self.report("waits for the first weights")
-                await self._wait_fresher(1.0)
-            elif reply.ref.version > self.engine.version:  # else the trainer's own push was faster
-                try:
-                    await self.update_weights(m.UpdateWeights(ref=reply.ref))
-                except DataPlaneError as error:
-                    log.info("version %d was replaced while it was pulled (%s); asking again", reply.ref.version, error)
-
-    async def _wait_fresher(self, seconds: float) -> None:
-        """Returns when new weights arrived, or after so many seconds."""
-        try:
-            await asyncio.wait_for(self.fresher.wait(), seconds)
-        except TimeoutError:
-            return
+        await super().on_stop()
 
     # ---- generation
 
     async def _work(self) -> None:
-        await self._pull_weights()
+        """Leases as many groups as the engine has room for, whatever earlier ones still wait for."""
+        await self.pull_weights()
         while not self.stopping:
-            self.report("waits for room in the staleness budget")
-            grants = await self.ctx.ref("controller").ask(
-                m.LeasePrompts(
-                    rollout=self.ctx.name,
-                    incarnation=self.ctx.incarnation,
-                    capacity=self.config.groups_per_batch,
-                    wait_s=LEASE_WAIT_S,
-                    working=tuple(self.working),
-                ),
-                deadline_s=self.config.supervision.start_timeout_s,
-                retry=True,
-            )
+            if self.generating >= self.slots:
+                self.slot_free.clear()
+                await self.slot_free.wait()
+                continue
+            if not self.generating:
+                self.report("waits for room in the staleness budget")
+            with self.report.trace.waiting("wait_budget", "controller"):
+                grants = await self.ctx.ref("controller").ask(
+                    m.LeasePrompts(
+                        rollout=self.ctx.name,
+                        incarnation=self.ctx.incarnation,
+                        capacity=min(self.slots - self.generating, self.config.groups_per_batch),
+                        wait_s=LEASE_WAIT_S,
+                        working=tuple(self.working),
+                    ),
+                    deadline_s=self.config.supervision.start_timeout_s,
+                    retry=True,
+                )
             self.working |= {grant.lease for grant in grants.leases}
-            work = [(grant, request) for grant in grants.leases if (request := await self._accept(grant)) is not None]
-            if work:
-                await self._generate(work)
+            self.generating += len(grants.leases)
+            for grant in grants.leases:
+                self.ctx.spawn(self._carry(grant, time.time()), name=f"lease {grant.lease}")
+
+    async def _carry(self, grant: m.Granted, granted_s: float) -> None:
+        """One group from its lease to the buffer, or to its end with a cause."""
+        try:
+            request = await self._accept(grant)
+            if request is None:
+                return
+            block = await self._block(request)
+            self.report.trace.add("lease", granted_s, time.time(), lease=grant.lease)
+            try:
+                result = await self._sample(grant, request, block)
+            except EngineStopped as error:
+                log.info("lease %d is left to whoever gets it next: %s", grant.lease, error)
+                return
+        finally:
+            self.generating -= 1
+            self.slot_free.set()
+        await self._finish(grant, block, result)
+
+    async def _sample(self, grant: m.Granted, request: GroupRequest, block: Block) -> GroupResult:
+        """Generates within group.deadline_s; what is late is cut."""
+        output = _output(block)
+        self.report(f"generates {self.generating} groups at version {self.engine.version}")
+        with self.report.trace.span("generate", lease=grant.lease) as args:
+            generation = asyncio.ensure_future(self.driver.generate(request, output, self.sampling))
+            try:
+                await asyncio.wait([generation], timeout=self.config.group.deadline_s)
+                if not generation.done():
+                    log.warning("lease %d is cut: group.deadline_s = %g s", grant.lease, self.config.group.deadline_s)
+                    await self.driver.cut(request.key)
+                result = await generation
+            except asyncio.CancelledError:
+                generation.cancel()
+                await asyncio.gather(generation, return_exceptions=True)  # nothing writes into the block any more
+                raise
+            args |= {"prompt": grant.prompt, "tokens": result.new_tokens, "version": self.engine.version}
+        self.report.count("tokens", float(result.new_tokens))
+        return result
 
     async def _accept(self, grant: m.Granted) -> GroupRequest | None:
         """The request of a lease; a prompt that can never be worked on is closed alone, so that it takes no other one with it."""
@@ -157,19 +148,6 @@ class Rollout(Actor):
     def _width(self, task: Task) -> int:
         return min(self.sampling.max_new_tokens, task.max_new_tokens or self.sampling.max_new_tokens)
 
-    async def _generate(self, work: list[tuple[m.Granted, GroupRequest]]) -> None:
-        self.report(f"waits for {len(work)} slab blocks")
-        blocks = [await self._block(request) for _, request in work]
-        outputs = [_output(block) for block in blocks]
-        requests = [request for _, request in work]
-        async with self.seat.taken() as engine:
-            count = sum(request.n for request in requests)
-            self.report(f"generating {count} responses at version {engine.version}")
-            await self.seat.run(engine.generate, requests, outputs, self.sampling)
-        self.report.count("tokens", float(sum(int(output.lengths.sum()) for output in outputs)))
-        for (grant, _), block in zip(work, blocks, strict=True):
-            self.ctx.spawn(self._finish(grant, block), name=f"score lease {grant.lease}")
-
     async def _block(self, request: GroupRequest) -> Block:
         block = await self.plane.alloc(
             {
@@ -183,25 +161,32 @@ class Rollout(Actor):
 
     # ---- from responses to a pushed group
 
-    async def _finish(self, grant: m.Granted, block: Block) -> None:
+    async def _finish(self, grant: m.Granted, block: Block, result: GroupResult) -> None:
         """Ends the lease one way or the other: pushed and owned by the buffer, or closed with its cause."""
         task = self.tasks[grant.prompt]
         ref: TensorRef | None = None
         try:
             async with asyncio.timeout(self.config.group.deadline_s):
-                scores, texts = await self._score(task, block)
+                with self.report.trace.span("score", lease=grant.lease):
+                    scores, texts = await self._score(task, block, result)
                 valid = sum(s.reward is not None for s in scores)
                 if valid < self.config.group.min_size:
                     least = self.config.group.min_size
+                    cut = result.finish_reasons.count(FinishReason.CUT)
+                    late = f", {cut} were cut at group.deadline_s" if cut else ""
                     await self._fail(
-                        grant, block, ref, f"infra: {valid} of {len(scores)} samples judged, group.min_size is {least}"
+                        grant,
+                        block,
+                        ref,
+                        f"{'deadline' if cut else 'infra'}: {valid} of {len(scores)} samples judged{late}, group.min_size is {least}",
                     )
                     return
                 meta = _meta(grant, block, scores)
                 ref = block.seal()
-                reply = await self.ctx.ref("buffer").ask(
-                    m.PushGroup(meta=meta, ref=ref), deadline_s=self.config.group.deadline_s, retry=True
-                )
+                with self.report.trace.span("push", lease=grant.lease):
+                    reply = await self.ctx.ref("buffer").ask(
+                        m.PushGroup(meta=meta, ref=ref), deadline_s=self.config.group.deadline_s, retry=True
+                    )
         except ActorError as error:
             await self._fail(grant, block, ref, f"{'push' if ref else 'score'}: {error}")
             return
@@ -218,15 +203,19 @@ class Rollout(Actor):
             return
         await self._report_samples(grant, task, meta, scores, texts)
 
-    async def _score(self, task: Task, block: Block) -> tuple[list[Score], list[str]]:
-        tokens, lengths = block.array("tokens"), block.array("lengths")
-        texts = decode(self.engine, tokens, lengths)
-        scores = await score(
+    async def _score(self, task: Task, block: Block, result: GroupResult) -> tuple[list[Score], list[str]]:
+        """A sample that was cut has no reward: it is masked, never a failure of the model."""
+        texts = decode(self.engine, block.array("tokens"), block.array("lengths"))
+        whole = [i for i, reason in enumerate(result.finish_reasons) if reason is not FinishReason.CUT]
+        judged = await score(
             self.judge,
             self.config.reward.partial,
-            [(task, text) for text in texts],
+            [(task, texts[i]) for i in whole],
             self.config.sandbox.score_timeout_s,
         )
+        scores = [Score(None, False, "", "cut at group.deadline_s", None)] * len(texts)
+        for i, one in zip(whole, judged, strict=True):
+            scores[i] = one
         return scores, texts
 
     async def _fail(self, grant: m.Granted, block: Block, ref: TensorRef | None, cause: str) -> None:
@@ -269,17 +258,6 @@ class Rollout(Actor):
         except ActorError as error:  # a readable sample is not worth a run
             log.warning("a sample of lease %d is not recorded: %s", grant.lease, error)
             self.report.count("samples_lost", 1)
-
-    # ---- evaluation
-
-    @concurrent
-    async def evaluate(self, msg: m.Evaluate) -> m.Evaluated:
-        """Waits for the version that is to be evaluated: a restarted engine may be about to pull it."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self.config.weight_sync.timeout_s
-        while self.engine.version < msg.version and loop.time() < until:
-            await self._wait_fresher(min(1.0, until - loop.time()))
-        return await evaluate(self.judge, self.config, self.tasks, self.seat, self.report, msg)
 
 
 def _output(block: Block) -> GroupOutput:

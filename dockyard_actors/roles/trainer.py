@@ -1,6 +1,7 @@
 """The trainer role: takes batches no older than allowed, steps the policy, and puts new weights into the engines.
 
-`run` is the whole training loop, readable from top to bottom. The policy computes in one dedicated thread; this actor only routes. Rewards
+`run` is the whole training loop, readable from top to bottom. In async mode the next batch is asked for and the last weights are delivered
+while a step computes; in sync mode each waits for the other. The policy computes in one dedicated thread; this actor only routes. Rewards
 and ages are read from metadata: the tensors of groups without signal are never touched.
 """
 
@@ -8,34 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from dockyard_actors.config import Config
-from dockyard_actors.observe.metrics import EvalRecord, StepRecord
-from dockyard_actors.observe.rollouts import RolloutSample
+from dockyard_actors.observe.metrics import StepRecord
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.canary import MOST_TOKENS, canary_of
+from dockyard_actors.roles.evaluations import FINAL_EXAMPLES, Evaluations
 from dockyard_actors.roles.learner import Learner, StepOutcome
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.synchronizer import WeightSynchronizer
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import RestartProcess
-from dockyard_actors.tasks.types import Task, TaskSet
+from dockyard_actors.tasks.types import TaskSet
 from dockyard_actors.transport.fdclient import FdClient
+from dockyard_actors.transport.weights_shm import WeightRef
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
-Split = Literal["train", "heldout"]
-Mode = Literal["t1", "greedy"]
 TAKE_WAIT_S = 2.0  # one long poll for a batch; between two the trainer looks whether it was asked to stop
-FINAL_EXAMPLES = 3
 
 
 class StoppedInWarmup(Exception):
@@ -55,9 +54,14 @@ class Trainer(Actor):
         self.sync: WeightSynchronizer | None = None
         self.members = [f"rollout-{index}" for index in range(config.rollout.count)]
         self.stop_reason = ""
+        self.computing = False
+        self.admitting = False  # deliveries open admission; not before the first evaluation is over
+        self.delivery: asyncio.Task[None] | None = None
+        self.taking: asyncio.Task[tuple[m.OpenGroup, ...] | None] | None = None
 
     async def on_start(self) -> None:
         self.report = Reporter(self, doing="loading the model")
+        self.evaluations = Evaluations(self)
         self.ctx.spawn(self.run(), name="training loop")
 
     async def on_stop(self) -> None:
@@ -74,7 +78,8 @@ class Trainer(Actor):
         if learner.needs_warmup:
             await self.phase("warm-up")
             try:
-                await self.compute(learner.warm_up, self._warmup_progress)
+                with self.report.trace.span("warm_up"):
+                    await self.compute(learner.warm_up, self._warmup_progress)
             except StoppedInWarmup:
                 await self.tell(m.RunFinished(status="interrupted"))
                 return
@@ -82,40 +87,44 @@ class Trainer(Actor):
             await self.compute(learner.begin)
         await self.join()
         version = await self.publish()
+        await self.delivered()
         if learner.step == 0 and self.config.eval.before:
-            await self.evaluate("before", version)
-        await self.tell(m.EnginesFresh(version=version))
+            await self.evaluations.run("before", version, learner.step)
+        await self.open_admission(version)
         await self.phase("training")
         while learner.step < steps:
             clock = PhaseClock()
-            groups = await self.take(version)
+            groups = await self.next_batch(version)
             if groups is None:
                 break
             clock.lap("wait_batch")
             outcome = await self.train(groups, version)
             clock.lap("train")
-            version = await self.publish()
+            version = await self.publish(trained=groups)
             clock.lap("sync")
             if learner.step % self.config.checkpoint.every == 0 and learner.step < steps:
                 await self.checkpoint()
                 clock.lap("checkpoint")
             await self.tell(m.ReportStep(record=step_record(outcome, groups, version, clock)))
-            if self.config.eval.every and learner.step % self.config.eval.every == 0 and learner.step < steps:
-                await self.evaluate(f"at step {learner.step}", version)
-                await self.phase("training")
-            await self.tell(m.EnginesFresh(version=version))
+        await self.delivered()
         await self.checkpoint()
+        await self.evaluations.finish()
         if not self.stop_reason and self.config.eval.after:
-            await self.evaluate("after", version, examples=FINAL_EXAMPLES)
+            await self.evaluations.run("after", version, learner.step, examples=FINAL_EXAMPLES)
         status = "interrupted" if self.stop_reason else "completed"
         self.report("finished")
+        await self.report.flush()
         await self.tell(m.RunFinished(status=status))
 
     # ---- parts of the loop
 
     async def compute(self, function: Callable[..., T], *args: object) -> T:
         """Runs in the policy's thread, so that this process answers pings while it computes."""
-        return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
+        self.computing = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, function, *args)
+        finally:
+            self.computing = False
 
     async def tell(self, message: m.Message[R]) -> R:
         """Asks the controller for something that has the same effect however often it arrives."""
@@ -141,21 +150,68 @@ class Trainer(Actor):
         if welcome.rolled_back:
             log.warning("resumed at step %d; %d leases were put back in flight", welcome.step, welcome.rolled_back)
 
-    async def publish(self) -> int:
-        """Gives the present weights a version that never was, and every engine the weights. Returns the version."""
+    async def publish(self, trained: tuple[m.OpenGroup, ...] = ()) -> int:
+        """Gives the present weights a version that never was and starts their delivery. Returns the version.
+
+        Waits for the delivery before: two versions are held at most. In sync mode it waits for its own as well.
+        """
+        trace, written = self.report.trace, time.time()
+        with trace.waiting("sync", "engines"):
+            await self.delivered()
         version = (await self.tell(m.NextVersion())).version
         if self.sync is None:
             publisher = await self.compute(self.learner.publisher, self.fd_client, self.config.weight_sync.dtype)
             self.sync = WeightSynchronizer(self.ctx, publisher, self.members, self.config.weight_sync.timeout_s)
         self.sync.mark_stale()
         self.report(f"writing weights version {version}")
-        ref = await self.compute(self.sync.write, version, self.learner.write_weights)
-        self.report(f"waits until every engine holds version {version}")
-        failed = await self.sync.sync_weights(ref)
-        for name in failed:
-            await self.tell(m.Warn(text=f"{name} did not take weights version {version} and is restarted"))
-            self.ctx.spawn(self._restart(name), name=f"restart {name}")
+        with trace.span("write_weights", version=version):
+            ref = await self.compute(self.sync.write, version, self.learner.write_weights)
+            canary = await self.compute(self._canary) if self.config.weight_sync.canary else None
+        delivery = self._deliver(self.sync, ref, canary, self.learner.step, written, trained)
+        self.delivery = self.ctx.spawn(delivery, name=f"deliver version {version}")
+        if self.config.max_age == 0:
+            self.report(f"waits until every engine holds version {version}")
+            with trace.waiting("sync", "engines"):
+                await self.delivered()
         return version
+
+    async def delivered(self) -> None:
+        """Every engine holds the newest weights, or is being restarted. Raises what the delivery raised."""
+        if self.delivery is not None:
+            await self.delivery
+            self.delivery = None
+
+    async def _deliver(
+        self,
+        sync: WeightSynchronizer,
+        ref: WeightRef,
+        canary: m.Canary | None,
+        step: int,
+        since_s: float,
+        trained: tuple[m.OpenGroup, ...],
+    ) -> None:
+        synced = await sync.sync_weights(ref, canary)
+        self.report.facts["sync"] = f"paused {synced.paused_s * 1e3:.0f} ms, canary {synced.mismatch:.2g} nats"
+        for name in synced.failed:
+            await self.tell(m.Warn(text=f"{name} did not take weights version {ref.version} and is restarted"))
+            self.ctx.spawn(self._restart(name), name=f"restart {name}")
+        if self.admitting:
+            await self.tell(m.EnginesFresh(version=ref.version, step=step))
+        now = time.time()
+        for group in trained:
+            self.report.trace.add("sync", since_s, now, lease=group.meta.lease, version=ref.version)
+        self.evaluations.when_due(ref, canary, step)
+
+    async def open_admission(self, version: int) -> None:
+        self.admitting = True
+        await self.tell(m.EnginesFresh(version=version, step=self.learner.step))
+
+    def _canary(self) -> m.Canary:
+        """In the compute thread: the first prompts of the task set under the weights that are published."""
+        temperature = self.config.generation.temperature
+        ids = self.learner.canary_ids(self.tasks.train or self.tasks.heldout, MOST_TOKENS)
+        logprobs = self.learner.policy.canary(ids, temperature, self.config.weight_sync.dtype)
+        return canary_of(ids, logprobs, temperature)
 
     async def _restart(self, name: str) -> None:
         """An engine that took no weights would generate stale groups: its agent replaces it, and it joins again by pulling."""
@@ -172,8 +228,20 @@ class Trainer(Actor):
     async def current_weights(self, msg: m.CurrentWeights) -> m.Weights | m.NoWeights:
         return self.sync.current(msg.rollout) if self.sync is not None else m.NoWeights()
 
+    async def next_batch(self, version: int) -> tuple[m.OpenGroup, ...] | None:
+        """The batch that was asked for during the last step, or one that is asked for now; None when the run was asked to stop."""
+        taking = self.taking or self.ctx.spawn(self.take(version), name=f"take a batch for version {version}")
+        self.taking = None
+        with self.report.trace.waiting("wait_batch", "buffer"):
+            return await taking
+
+    def prefetch(self, version: int) -> None:
+        """Asks for the batch of the next step, which will be trained from `version`."""
+        if self.config.max_age > 0 and self.learner.step + 1 < self.config.grpo.max_num_steps:
+            self.taking = self.ctx.spawn(self.take(version), name=f"take a batch for version {version}")
+
     async def take(self, version: int) -> tuple[m.OpenGroup, ...] | None:
-        """The next batch, or None when the run was asked to stop. Who is waited for shows in the live view."""
+        """A batch no older than allowed at `version`, or None when the run was asked to stop."""
         count = self.config.grpo.num_prompts_per_step
         while not self.stop_reason:
             batch = await self.ctx.ref("buffer").ask(
@@ -183,13 +251,19 @@ class Trainer(Actor):
             )
             if batch.groups:
                 return batch.groups
-            self.report(f"waits for a batch: {batch.ready} of {count} groups are ready")
+            if not self.computing:
+                self.report(f"waits for a batch: {batch.ready} of {count} groups are ready")
         return None
 
     async def train(self, groups: tuple[m.OpenGroup, ...], version: int) -> StepOutcome:
         """One optimizer step; the ledger knows it when this returns."""
         self.report(f"training step {self.learner.step + 1}")
-        outcome = await self.compute(self.learner.train, groups, version)
+        self.prefetch(version + 1)
+        started = time.time()
+        with self.report.trace.span("train", step=self.learner.step + 1, version=version, groups=len(groups)):
+            outcome = await self.compute(self.learner.train, groups, version)
+        for group in groups:
+            self.report.trace.add("train", started, time.time(), lease=group.meta.lease, step=outcome.step)
         ack = await self.tell(
             m.StepDone(step=self.learner.step, version=version, trained=outcome.trained, filtered=outcome.filtered)
         )
@@ -199,86 +273,13 @@ class Trainer(Actor):
 
     async def checkpoint(self) -> None:
         self.report(f"writing the checkpoint of step {self.learner.step}")
-        await self.compute(self.learner.save)
+        with self.report.trace.span("checkpoint", step=self.learner.step):
+            await self.compute(self.learner.save)
         await self.tell(m.CheckpointDone(step=self.learner.step))
 
     async def stop_training(self, msg: m.StopTraining) -> m.Done:
         self.stop_reason = msg.reason
         return m.Done()
-
-    # ---- evaluation
-
-    async def evaluate(self, when: str, version: int, examples: int = 0) -> None:
-        """Pass rates of both splits at T=1 and greedily, shared out over the rollouts."""
-        shown: list[RolloutSample] = []
-        splits: tuple[tuple[Split, tuple[Task, ...]], ...] = (
-            ("train", self._eval_train()),
-            ("heldout", self.tasks.heldout[: self.config.eval.heldout_tasks]),
-        )
-        modes: tuple[Mode, ...] = ("t1", "greedy")
-        for split, tasks in splits:
-            for mode in modes:
-                if not tasks or self.stop_reason:
-                    continue
-                members = self.sync.members if self.sync is not None else self.members
-                await self.phase(f"evaluating {when}: {split} {mode}")
-                started = time.perf_counter()
-                replies = await asyncio.gather(
-                    *(
-                        self.ctx.ref(name).ask(
-                            m.Evaluate(
-                                prompts=tuple(task.id for task in tasks[index :: len(members)]),
-                                samples=self.config.eval.samples,
-                                greedy=mode == "greedy",
-                                seed=self.config.run.seed,
-                                version=version,
-                                step=self.learner.step,
-                                examples=examples
-                                if (split, mode) == ("heldout", "t1") or not self.tasks.heldout
-                                else 0,
-                            ),
-                            deadline_s=self.config.eval.timeout_s,
-                            retry=True,
-                        )
-                        for index, name in enumerate(members)
-                    )
-                )
-                shown += [sample for reply in replies for sample in reply.examples]
-                record = eval_record(replies, self.learner.step, split, mode, time.perf_counter() - started)
-                await self.tell(m.ReportEval(record=record))
-                if record.masked:
-                    text = f"evaluation {when}, {split} {mode}: {record.masked} samples got no verdict and are left out"
-                    await self.tell(m.Warn(text=text))
-        if shown:
-            await self.tell(m.ReportExamples(samples=tuple(shown[:FINAL_EXAMPLES])))
-
-    def _eval_train(self) -> tuple[Task, ...]:
-        """A fixed, seeded choice of training tasks."""
-        chosen = list(self.tasks.train)
-        random.Random(self.config.run.seed).shuffle(chosen)
-        return tuple(sorted(chosen[: self.config.eval.train_tasks], key=lambda task: task.id))
-
-
-def eval_record(
-    replies: list[m.Evaluated],
-    step: int,
-    split: Split,
-    mode: Mode,
-    seconds: float,
-) -> EvalRecord:
-    """pass_rate is the mean over tasks of the share of samples that resolved; tasks without any verdict are left out."""
-    rates = {r.prompt_id: r.passed / r.samples for reply in replies for r in reply.results if r.samples}
-    return EvalRecord(
-        step=step,
-        split=split,
-        mode=mode,
-        pass_rate=sum(rates.values()) / len(rates) if rates else None,
-        samples=sum(r.samples for reply in replies for r in reply.results),
-        tasks=len(rates),
-        seconds=seconds,
-        by_task=dict(rates),
-        masked=sum(reply.masked for reply in replies),
-    )
 
 
 def step_record(outcome: StepOutcome, groups: tuple[m.OpenGroup, ...], version: int, clock: PhaseClock) -> StepRecord:

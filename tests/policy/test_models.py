@@ -30,7 +30,7 @@ def test_the_tiny_model_is_small_and_its_heads_are_wide_enough_for_vllm():
     assert sum(p.numel() for p in model.parameters()) < 300_000
     assert tiny_config().head_dim >= 32
     assert model.config.vocab_size == len(TOKENIZER)
-    assert eos_ids(model, TOKENIZER) == (1,)
+    assert eos_ids(model.generation_config, TOKENIZER) == (1,)
 
 
 def test_the_same_seed_gives_the_same_tiny_model_and_leaves_the_callers_randomness():
@@ -127,5 +127,5 @@ def test_converted_smollm2_knows_what_it_should(monkeypatch: pytest.MonkeyPatch,
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / smollm2.LAYOUT)
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     assert tokenizer.decode(model.generate(ids, max_new_tokens=1, do_sample=False)[0, -1]) == " Paris"
-    assert eos_ids(model, tokenizer) == (0, 2)
+    assert eos_ids(model.generation_config, tokenizer) == (0, 2)
     assert len(said) == 2

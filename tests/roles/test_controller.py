@@ -45,22 +45,35 @@ async def test_nothing_is_admitted_before_the_first_weights(tmp_path: Path) -> N
         assert len(await world.lease(4)) == 4
 
 
-async def test_nothing_is_admitted_between_a_step_and_fresh_engines(tmp_path: Path) -> None:
-    async with world_of(tmp_path) as world:
+async def test_in_sync_mode_nothing_is_admitted_between_a_step_and_fresh_engines(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "grpo.mode=sync") as world:
         await world.lease(2)
         await world.step([0, 1])
         assert await world.lease(4) == ()
         version = (await world.ask("controller", m.NextVersion())).version
         assert await world.lease(4) == ()
-        await world.ask("controller", m.EnginesFresh(version=version))
-        assert len(await world.lease(4)) == 4
+        await world.ask("controller", m.EnginesFresh(version=version, step=1))
+        assert len(await world.lease(4)) == 2
+
+
+async def test_engines_that_lag_a_step_behind_get_a_batch_less(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "async_grpo.max_trajectory_age_steps=2") as world:
+        await world.lease(2)
+        await world.step([0, 1])
+        assert len(await world.lease(9)) == 4, "what they generate now is a step older when its turn comes"
+        await world.publish()
+        assert len(await world.lease(9)) == 2
+        await world.step([2, 3])
+        await world.step([4, 5])
+        await world.step([6, 7])
+        assert await world.lease(9) == (), "three steps behind, nothing could be trained any more"
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["before the weights", "while engines load"])
 async def test_a_controller_restarted_between_step_and_fresh_engines_admits_nothing_either(
     tmp_path: Path, published: bool
 ) -> None:
-    async with world_of(tmp_path) as world:
+    async with world_of(tmp_path, "grpo.mode=sync") as world:
         await world.lease(2)
         await world.step([0, 1])
         if published:
@@ -68,7 +81,7 @@ async def test_a_controller_restarted_between_step_and_fresh_engines_admits_noth
         await world.restart_controller()
         assert await world.lease(4) == ()
         await world.publish()
-        assert len(await world.lease(4)) == 4
+        assert len(await world.lease(4)) == 2
         await world.restart_controller()
         await world.step([2, 3])
         await world.publish()
@@ -236,7 +249,7 @@ async def test_a_step_told_twice_counts_once(tmp_path: Path) -> None:
         before = len(world.journal)
         assert await world.ask("controller", message) == m.StepAck(False)
         assert len(world.journal) == before
-        assert world.controller.fresh, "and the repetition does not close admission"
+        assert world.ledger.fresh_step == 1, "and the repetition does not close admission"
         assert world.ledger.summary()["trained"] == 2
         await world.restart_controller()
         assert await world.ask("controller", message) == m.StepAck(False)

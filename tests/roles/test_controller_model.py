@@ -43,9 +43,17 @@ class Model:
     owed: list[str] = field(default_factory=list)  # prompts with a second try to come
     incarnation: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ROLLOUTS, 1))
     step: int = 0
-    fresh: bool = False
+    fresh_step: int = -1  # the engines hold the weights after it; -1: nobody knows
     version: int = -1
     rolled_back: bool = False
+
+    @property
+    def lag(self) -> int:
+        return self.step - self.fresh_step
+
+    @property
+    def admits(self) -> bool:
+        return self.fresh_step >= 0 and self.lag <= AGE
 
 
 class Life:
@@ -77,7 +85,7 @@ class Life:
             assert known.buffered or (known.holder or None) == holder
         assert {i: lease.step for i, lease in ledger.leases.items() if lease.state == "trained"} == model.trained_at
         assert {i: x.state for i, x in ledger.leases.items() if x.state not in ("trained", "in_flight")} == model.ended
-        assert (ledger.step, ledger.version, self.controller.fresh) == (model.step, model.version, model.fresh)
+        assert (ledger.step, ledger.version, ledger.fresh_step) == (model.step, model.version, model.fresh_step)
         assert ledger.quarantined == model.quarantined
         assert [ledger.leases[lease].prompt for lease in ledger.retries] == model.owed
 
@@ -106,7 +114,7 @@ class Life:
         else:
             exhausted = False
         assert len(grants) <= capacity
-        if not model.fresh:
+        if not model.admits:
             assert grants == ()
             return
         again = [grant for grant in grants if grant.lease in model.open]
@@ -125,7 +133,7 @@ class Life:
         if not model.rolled_back:
             assert len(model.open) + len(new) <= (AGE + 1) * BATCH
         if new:
-            assert len(model.open) + len(new) <= min((AGE + 1) * BATCH, (STEPS - model.step) * BATCH)
+            assert len(model.open) + len(new) <= min((AGE + 1 - model.lag) * BATCH, (STEPS - model.step) * BATCH)
             assert len(waiting) < capacity, "what waits comes before anything new"
         for grant in new:
             assert grant.lease == len(model.prompt), "ids are given in order and never again"
@@ -191,7 +199,7 @@ class Life:
     async def train(self, pick: int) -> None:
         model = self.model
         ready = [lease for lease, who in model.open.items() if who == "buffer"][:BATCH]
-        if len(ready) < BATCH or not model.fresh or model.step == STEPS:
+        if len(ready) < BATCH or model.fresh_step < 0 or model.lag > AGE or model.step == STEPS:
             return
         trained, filtered = (ready, []) if pick % 3 else (ready[:1], ready[1:])
         model.step += 1
@@ -205,7 +213,6 @@ class Life:
             del model.open[lease]
         model.trained_at |= dict.fromkeys(trained, model.step)
         model.ended |= dict.fromkeys(filtered, "filtered")
-        model.fresh = False
 
     async def publish(self, pick: int) -> None:
         model = self.model
@@ -213,8 +220,8 @@ class Life:
         assert (await self.controller.next_version(m.NextVersion())).version == model.version
         if pick % 2:
             await self.restart(pick)
-        await self.controller.engines_fresh(m.EnginesFresh(version=model.version))
-        model.fresh = True
+        await self.controller.engines_fresh(m.EnginesFresh(version=model.version, step=model.step))
+        model.fresh_step = model.step
 
     async def trainer_restarts(self, pick: int) -> None:
         model = self.model
@@ -226,7 +233,8 @@ class Life:
             del model.trained_at[lease]
             model.open[lease] = None
         model.rolled_back |= bool(back)
-        model.step, model.fresh = to, False
+        if to != model.step:
+            model.step, model.fresh_step = to, -1
         await self.publish(0)
 
     async def restart(self, pick: int) -> None:

@@ -8,26 +8,29 @@ from collections.abc import Sequence
 import pytest
 
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.engine_seat import EngineSeat
+from dockyard_actors.roles.engine_driver import EngineDriver
 from dockyard_actors.roles.evaluation import WrongVersion, evaluate
-from dockyard_actors.roles.trainer import eval_record
+from dockyard_actors.roles.evaluations import eval_record
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.tasks.seeds import sample_seed
-from tests.roles.world import ScriptedEngine, config_of, tasks_of, verdict_of
+from tests.roles.world import PATIENCE_S, ScriptedEngine, config_of, tasks_of, verdict_of
 
 TASKS = tasks_of()
 PROMPTS = ("train-3", "heldout-0", "heldout-1")
 
 
 async def run(engine: ScriptedEngine, judge, *overrides: str, **fields) -> m.Evaluated:
-    seat = EngineSeat(engine)
+    failures: list[BaseException] = []
+    driver = EngineDriver(engine, failures.append)
     message = {"prompts": PROMPTS, "samples": 2, "greedy": False, "seed": 1, "version": 0, "step": 4, **fields}
     try:
         return await evaluate(
-            judge, config_of(*overrides), TASKS.by_id(), seat, lambda text: None, m.Evaluate(**message)
+            judge, config_of(*overrides), TASKS.by_id(), driver, lambda text: None, m.Evaluate(**message)
         )
     finally:
-        seat.close()
+        driver.close()
+        await driver.closed(PATIENCE_S)
+        assert not failures
 
 
 async def one_passes(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
@@ -89,13 +92,13 @@ async def test_other_weights_are_refused_and_nothing_is_generated(version: int) 
 
 async def test_weights_that_change_in_mid_evaluation_end_it() -> None:
     class Changing(ScriptedEngine):
-        def generate(self, *args, **kwargs):
-            done = super().generate(*args, **kwargs)
-            self.version += 1
+        def step(self):
+            done = super().step()
+            self.version = 1
             return done
 
-    with pytest.raises(WrongVersion, match="holds weights 1"):
-        await run(Changing(), one_passes, "generation.max_batch_rows=2")
+    with pytest.raises(WrongVersion, match=r"weights \[1\] generated while 0 was evaluated"):
+        await run(Changing(), one_passes)
 
 
 async def test_a_judge_that_fails_ends_the_evaluation_with_its_own_error() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 from dockyard_actors.observe.rollouts import read_rollouts
 from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.evaluator import Evaluator
 from dockyard_actors.roles.rollout import Rollout
 from dockyard_actors.roles.synchronizer import digest_of
 from dockyard_actors.runtime.actor import Actor, concurrent
@@ -228,7 +231,7 @@ async def test_a_push_without_answer_leaves_lease_and_block_to_the_journal_when_
     async with rolling(tmp_path, passes_when_one, "group.deadline_s=0.3", buffer=DeafBuffer(journal=True)) as run:
         ledger = run.world.ledger
         await eventually(lambda: len(ledger.open) == 4 and all(lease.buffered for lease in ledger.open.values()))
-        tasks = [t for t in asyncio.all_tasks() if "score lease" in t.get_name()]
+        tasks = [t for t in asyncio.all_tasks() if "/lease " in t.get_name()]
         await asyncio.wait(tasks)
         assert ledger.summary()["failed"] == 0
         for lease in ledger.open.values():
@@ -249,6 +252,7 @@ async def test_a_group_that_is_not_wanted_any_more_frees_its_block(tmp_path: Pat
         gate.set()
         await eventually(lambda: run.free() == 16)
         assert not run.world.buffer.groups
+        assert run.world.ledger.summary()["issued"] == 4, "nothing was handed out at the end"
 
 
 # ---- weights and evaluation
@@ -282,9 +286,8 @@ async def test_a_restarted_rollout_pulls_the_newest_weights_before_it_works(tmp_
 
 async def test_it_acknowledges_weights_with_the_digest_of_what_it_read(tmp_path: Path) -> None:
     async with rolling(tmp_path, passes_when_one, open=False) as run:
-        assert await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(3))) == m.Applied(
-            3, digest_of(ref_of(3).checksums)
-        )
+        applied = await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(3)))
+        assert (applied.version, applied.digest, applied.mismatch) == (3, digest_of(ref_of(3).checksums), -1.0)
         assert run.engine.version == 3
 
 
@@ -330,3 +333,58 @@ async def test_a_rollout_restarted_in_mid_evaluation_loads_its_weights_first(tmp
         await eventually(lambda: trainer.asked)
         trainer.gate.set()
         assert [r.passed for r in (await asked).results] == [1, 1]
+
+
+# ---- in flight
+
+
+async def test_late_samples_are_cut_and_the_group_fails_when_too_few_are_whole(tmp_path: Path) -> None:
+    class Endless(ScriptedEngine):
+        def step(self) -> list[Any]:
+            time.sleep(0.01)  # as long as a decode step takes
+            return []
+
+    async with rolling(tmp_path, passes_when_one, "group.deadline_s=0.3", engine=Endless()) as run:
+        ledger = run.world.ledger
+        await eventually(lambda: ledger.summary()["failed"] >= 2)
+        for cause in ledger.causes["failed"]:
+            assert "deadline: 0 of 2 samples judged, 2 were cut at group.deadline_s" in cause
+        await eventually(lambda: run.free() == 16 - len(ledger.open))
+
+
+async def test_weights_that_come_while_groups_run_are_in_their_later_tokens(tmp_path: Path) -> None:
+    """The group's age counts from its oldest token."""
+    held, passed = threading.Semaphore(0), []
+
+    def turnstile() -> None:
+        passed.append(held.acquire(timeout=PATIENCE_S))
+
+    engine = ScriptedEngine(("11\n", "22\n"))
+    engine.before_step = turnstile
+    async with rolling(tmp_path, passes_when_one, engine=engine) as run:
+        await eventually(lambda: engine.requests)
+        held.release()
+        await eventually(lambda: len(passed) == 1)
+        update = asyncio.ensure_future(run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(5))))
+        await eventually(lambda: run.rollout.driver._calls)
+        for _ in range(20):
+            held.release()
+        await update
+        await eventually(lambda: len(run.world.buffer.groups) == 4)
+        metas = [held.meta for held in run.world.buffer.groups.values()]
+        assert (0, 5) in {(meta.oldest_version, meta.newest_version) for meta in metas}
+        assert {meta.newest_version for meta in metas} == {5}
+        engine.before_step = lambda: None
+        for _ in range(20):
+            held.release()
+
+
+async def test_an_evaluator_keeps_its_version_and_takes_no_work(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        await world.system.start(ScriptedBroker(passes_when_one), "broker")
+        engine = ScriptedEngine(version=-1)
+        evaluator = Evaluator(world.config, world.tasks, engine, ScriptedWeights())  # type: ignore[arg-type]
+        await world.system.start(evaluator, "evaluator")
+        await world.ask("evaluator", m.UpdateWeights(ref=ref_of(3)))
+        assert [r.passed for r in (await world.ask("evaluator", evaluation(3))).results] == [1, 1]
+        assert world.ledger.summary()["issued"] == 0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ class World:
 
     async def publish(self) -> int:
         version = (await self.ask("controller", m.NextVersion())).version
-        await self.ask("controller", m.EnginesFresh(version=version))
+        await self.ask("controller", m.EnginesFresh(version=version, step=self.ledger.step))
         return version
 
     async def lease(
@@ -185,17 +185,20 @@ async def world_of(
     path: Path, *overrides: str, tasks: TaskSet | None = None, buffer: bool = True, open: bool = True
 ) -> AsyncIterator[World]:
     """A run whose engines are fresh at version 0, unless `open` is False."""
-    async with ActorSystem() as system:
-        world = World(system, config_of(*overrides), tasks or tasks_of(), path)
-        try:
+    planes: list[LocalPlane] = []
+    try:
+        async with ActorSystem() as system:
+            world = World(system, config_of(*overrides), tasks or tasks_of(), path)
+            planes.append(world.plane)
             await world.start_controller()
             if buffer:
                 await world.start_buffer()
             if open:
                 await world.publish()
             yield world
-        finally:
-            world.plane.close()
+    finally:
+        for plane in planes:  # after the actors, which may be in the middle of something
+            plane.close()
 
 
 def assert_journal_is_the_ledger(world_or_controller: World | Controller) -> None:
@@ -251,41 +254,74 @@ class Letters:
 
 
 class ScriptedEngine:
-    """Test only: completion i of every group is `texts[i]`; counts what it was asked."""
+    """Test only: completion i of every group is `texts[i]`, one token a step; counts what it was asked.
+
+    Token logprobs are -(version + 1), so that whoever reads one knows which weights it came from. `before_step` runs in the engine's
+    thread, where it may block or raise.
+    """
 
     def __init__(self, texts: Sequence[str] = ("1\n", "2\n"), version: int = 0):
         self.texts, self.version = texts, version
         self.tokenizer = Letters()
         self.max_tokens: int | None = None
+        self.token_capacity = 1 << 20
         self.requests: list[GroupRequest] = []
+        self.running: dict[int, tuple[GroupRequest, GroupOutput]] = {}
+        self.before_step: Callable[[], None] = lambda: None
+        self.recomputed: list[bool] = []
+        self.canary_offset = 0.0
+        self.closed = False
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.running)
 
     def start(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        raise NotImplementedError
+        return np.full(len(ids) - 1, -(self.version + 1.0) + self.canary_offset, np.float32)
 
-    def update_weights(self, views: Mapping[str, np.ndarray], manifest: Any, version: int) -> None:
+    def next_token(self, ids: np.ndarray, temperature: float = 1.0) -> tuple[int, float]:
+        return 1, -(self.version + 1.0) + self.canary_offset
+
+    def update_weights(
+        self, views: Mapping[str, np.ndarray], manifest: Any, version: int, recompute_kv_cache: bool = True
+    ) -> None:
         self.version = version
+        self.recomputed.append(recompute_kv_cache)
 
-    def generate(
-        self,
-        requests: Sequence[GroupRequest],
-        outputs: Sequence[GroupOutput],
-        sampling: SamplingConfig,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[GroupResult]:
-        self.requests += requests
-        for request, output in zip(requests, outputs, strict=True):
+    def submit(
+        self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig, resume: GroupResult | None = None
+    ) -> None:
+        if self.max_tokens is not None and request.prompt_ids.size > self.max_tokens:
+            raise ValueError(f"group {request.key}: prompt too long")
+        if resume is None:
             output.clear()
+        self.requests.append(request)
+        self.running[request.key] = (request, output)
+
+    def step(self) -> list[GroupResult]:
+        self.before_step()
+        done = []
+        for key, (request, output) in list(self.running.items()):
+            ids = [self.tokenizer.encode(self.texts[row % len(self.texts)]) for row in range(request.n)]
             for row in range(request.n):
-                ids = self.tokenizer.encode(self.texts[row % len(self.texts)])
-                output.tokens[row, : len(ids)] = ids
-                output.logprobs[row, : len(ids)] = -1.0
-                output.versions[row, : len(ids)] = self.version
-                output.lengths[row] = len(ids)
-        return [
-            GroupResult(r.key, (FinishReason.STOP,) * r.n, r.prompt_ids.size, int(o.lengths.sum()))
-            for r, o in zip(requests, outputs, strict=True)
-        ]
+                at = int(output.lengths[row])
+                if at < len(ids[row]):
+                    output.tokens[row, at] = ids[row][at]
+                    output.logprobs[row, at] = -(self.version + 1.0)
+                    output.versions[row, at] = self.version
+                    output.lengths[row] = at + 1
+            if all(output.lengths[row] == len(ids[row]) for row in range(request.n)):
+                done.append(self._end(key, FinishReason.STOP))
+        return done
+
+    def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
+        return [self._end(key, FinishReason.CUT) for key in list(self.running) if keys is None or key in keys]
+
+    def _end(self, key: int, reason: FinishReason) -> GroupResult:
+        request, output = self.running.pop(key)
+        return GroupResult(key, (reason,) * request.n, int(request.prompt_ids.size), int(output.lengths.sum()))

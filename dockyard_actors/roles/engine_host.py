@@ -1,0 +1,136 @@
+"""What every role with an engine does: load it, take weights between two decode steps, prove them, evaluate.
+
+The engine runs in its own thread (`engine_driver.py`). New weights are used only after the delivered bytes and a canary proved right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from dockyard_actors.config import Config
+from dockyard_actors.engines.base import Engine, SamplingConfig, WeightsMismatch
+from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.canary import LIMITS, check_canary
+from dockyard_actors.roles.engine_driver import EngineDriver, SuspectWeights
+from dockyard_actors.roles.evaluation import evaluate
+from dockyard_actors.roles.reporting import Reporter
+from dockyard_actors.roles.scoring import broker_judge
+from dockyard_actors.roles.synchronizer import digest_of
+from dockyard_actors.runtime.actor import Actor, concurrent
+from dockyard_actors.tasks.types import TaskSet
+from dockyard_actors.transport.tensors import ChecksumError, DataPlaneError, checksum
+from dockyard_actors.transport.weights_shm import WeightReader
+
+log = logging.getLogger(__name__)
+
+
+class EngineHost(Actor):
+    """One process with one engine. Subclasses say what it generates for."""
+
+    def __init__(self, config: Config, tasks: TaskSet, engine: Engine, weights: WeightReader):
+        self.config = config
+        self.tasks = tasks.by_id()
+        self.engine = engine
+        self.weights = weights
+        self.sampling = SamplingConfig(
+            temperature=config.generation.temperature, max_new_tokens=config.generation.max_new_tokens
+        )
+        self.fresher = asyncio.Event()  # pulsed when the engine got new weights
+
+    async def on_start(self) -> None:
+        self.judge = broker_judge(self.ctx, self.config.rendezvous.ask_timeout_s)
+        self.report = Reporter(self, doing="loading the model")
+        self.report.facts["engine"] = self.config.generation.engine
+        self.driver = EngineDriver(self.engine, self._engine_failed, self._engine_was_busy)
+        await self.driver.call(self.engine.start)
+
+    async def on_stop(self) -> None:
+        self.driver.close()
+        await self.driver.closed(self.config.supervision.stop_grace_s)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        """A decode step raised: nothing can be said of the engine any more. Its agent starts another process."""
+        self.ctx.system.crash(error, "the engine")
+
+    def _engine_was_busy(self, start_s: float, end_s: float, groups: int, tokens: int) -> None:
+        self.report.trace.add("generate", start_s, end_s, groups=groups, tokens=tokens, version=self.engine.version)
+
+    # ---- weights
+
+    @concurrent
+    async def update_weights(self, msg: m.UpdateWeights) -> m.Applied:
+        """Decoding pauses as weight_sync.pause says and goes on only with weights that proved right."""
+        applied = await self.driver.update(lambda: self._apply(msg), self.config.weight_sync.pause)
+        self.fresher.set()
+        self.fresher = asyncio.Event()
+        return applied
+
+    def _apply(self, msg: m.UpdateWeights) -> m.Applied:
+        """Copies the slot into the engine. The digest is of the bytes that were read, not of what the ref claims."""
+        ref, config, began = msg.ref, self.config.weight_sync, time.perf_counter()
+        if ref.version < self.engine.version:
+            raise WeightsMismatch(f"weights version {ref.version} come after {self.engine.version}")
+        manifest = self.weights.manifest(ref)
+        log.debug("sync phase copy of version %d", ref.version)
+        with self.report.trace.span("sync.copy", version=ref.version), self.weights.open(ref) as views:
+            digest = digest_of(checksum(views[entry.name]) for entry in manifest.entries)
+            if digest != digest_of(ref.checksums):
+                raise ChecksumError(
+                    f"weights version {ref.version}: the bytes in slot {ref.slot} are not those that were published"
+                )
+            try:
+                self.engine.update_weights(views, manifest, ref.version, config.recompute_kv_cache)
+                views.check()  # the slot held this version until the last byte was copied
+            except WeightsMismatch:
+                raise
+            except Exception as error:
+                raise SuspectWeights(f"weights version {ref.version} arrived torn: {error}") from error
+        mismatch = -1.0
+        if msg.canary is not None:
+            log.debug("sync phase canary of version %d", ref.version)
+            limit = config.canary_limit or max(LIMITS[config.dtype], LIMITS[self.config.generation.dtype])
+            with self.report.trace.span("sync.canary", version=ref.version) as args:
+                try:
+                    mismatch = check_canary(self.engine, msg.canary, limit, config.recompute_kv_cache)
+                except Exception as error:
+                    raise SuspectWeights(f"weights version {ref.version}: {error}") from error
+                args["mismatch"] = mismatch
+        log.debug("sync phase done for version %d", ref.version)
+        return m.Applied(ref.version, digest, mismatch, time.perf_counter() - began)
+
+    async def pull_weights(self) -> None:
+        """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0."""
+        while self.engine.version < 0:
+            reply = await self.ctx.ref("trainer").ask(
+                m.CurrentWeights(rollout=self.ctx.name), deadline_s=self.config.supervision.start_timeout_s, retry=True
+            )
+            if isinstance(reply, m.NoWeights):
+                self.report("waits for the first weights")
+                await self.wait_fresher(1.0)
+            elif reply.ref.version > self.engine.version:  # else the trainer's own push was faster
+                try:
+                    await self.update_weights(m.UpdateWeights(ref=reply.ref, canary=reply.canary))
+                except (DataPlaneError, SuspectWeights, WeightsMismatch) as error:
+                    if isinstance(error, SuspectWeights) and not isinstance(error.__cause__, DataPlaneError):
+                        raise
+                    log.info("version %d was replaced while it was pulled (%s); asking again", reply.ref.version, error)
+
+    async def wait_fresher(self, seconds: float) -> None:
+        """Returns when new weights arrived, or after so many seconds."""
+        try:
+            await asyncio.wait_for(self.fresher.wait(), seconds)
+        except TimeoutError:
+            return
+
+    # ---- evaluation
+
+    @concurrent
+    async def evaluate(self, msg: m.Evaluate) -> m.Evaluated:
+        """Waits for the version that is to be evaluated: a restarted engine may be about to pull it."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.config.weight_sync.timeout_s
+        while self.engine.version < msg.version and loop.time() < until:
+            await self.wait_fresher(min(1.0, until - loop.time()))
+        return await evaluate(self.judge, self.config, self.tasks, self.driver, self.report, msg)

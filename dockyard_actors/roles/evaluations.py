@@ -1,0 +1,154 @@
+"""The trainer's side of evaluations: which tasks, on which engines, with which weights.
+
+Before and after training the rollouts evaluate; in between an evaluator does, with a copy of one version, while training and rollouts go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from typing import TYPE_CHECKING, Literal
+
+from dockyard_actors.observe.metrics import EvalRecord
+from dockyard_actors.observe.rollouts import RolloutSample
+from dockyard_actors.roles import messages as m
+from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.tasks.types import Task
+from dockyard_actors.transport.weights_shm import WeightRef
+
+if TYPE_CHECKING:
+    from dockyard_actors.roles.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+Split = Literal["train", "heldout"]
+Mode = Literal["t1", "greedy"]
+FINAL_EXAMPLES = 3
+
+
+class Evaluations:
+    """Part of the trainer actor, whose voice and engines it uses."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.config = trainer.config
+        self.tasks = trainer.tasks
+        self.pinned: asyncio.Task[None] | None = None  # an evaluation beside training
+        self.due = False
+
+    async def run(self, when: str, version: int, step: int, examples: int = 0) -> None:
+        """Pass rates of both splits at T=1 and greedily, shared out over the rollouts, which do nothing else meanwhile."""
+        members = self.trainer.sync.members if self.trainer.sync is not None else self.trainer.members
+        shown: list[RolloutSample] = []
+        for split, mode, tasks in self._evaluations():
+            if self.trainer.stop_reason:
+                break
+            await self.trainer.phase(f"evaluating {when}: {split} {mode}")
+            with self.trainer.report.trace.waiting("evaluate", "engines"):
+                wanted = examples if (split, mode) == ("heldout", "t1") or not self.tasks.heldout else 0
+                shown += await self._evaluate(members, split, mode, tasks, version, step, wanted)
+        if shown:
+            await self.trainer.tell(m.ReportExamples(samples=tuple(shown[:FINAL_EXAMPLES])))
+
+    def _evaluations(self) -> list[tuple[Split, Mode, tuple[Task, ...]]]:
+        splits: tuple[tuple[Split, tuple[Task, ...]], ...] = (
+            ("train", self._eval_train()),
+            ("heldout", self.tasks.heldout[: self.config.eval.heldout_tasks]),
+        )
+        modes: tuple[Mode, ...] = ("t1", "greedy")
+        return [(split, mode, tasks) for split, tasks in splits if tasks for mode in modes]
+
+    async def _evaluate(
+        self,
+        members: list[str],
+        split: Split,
+        mode: Mode,
+        tasks: tuple[Task, ...],
+        version: int,
+        step: int,
+        examples: int = 0,
+    ) -> list[RolloutSample]:
+        """Has one split evaluated and reports its record. Returns the examples that were asked for."""
+        started = time.perf_counter()
+        replies = await asyncio.gather(
+            *(
+                self.trainer.ctx.ref(name).ask(
+                    m.Evaluate(
+                        prompts=tuple(task.id for task in tasks[index :: len(members)]),
+                        samples=self.config.eval.samples,
+                        greedy=mode == "greedy",
+                        seed=self.config.run.seed,
+                        version=version,
+                        step=step,
+                        examples=examples,
+                    ),
+                    deadline_s=self.config.eval.timeout_s,
+                    retry=True,
+                )
+                for index, name in enumerate(members)
+            )
+        )
+        record = eval_record(replies, step, split, mode, time.perf_counter() - started)
+        await self.trainer.tell(m.ReportEval(record=record))
+        if record.masked:
+            text = f"evaluation of step {step}, {split} {mode}: {record.masked} samples got no verdict and are left out"
+            await self.trainer.tell(m.Warn(text=text))
+        return [sample for reply in replies for sample in reply.examples]
+
+    def when_due(self, ref: WeightRef, canary: m.Canary | None, step: int) -> None:
+        """Every eval.every steps, or as soon after as the evaluator is done with the evaluation before."""
+        every, last = self.config.eval.every, step >= self.config.grpo.max_num_steps
+        self.due |= bool(every and step and step % every == 0)
+        if self.due and not last and (self.pinned is None or self.pinned.done()):
+            self.due = False
+            self.pinned = self.trainer.ctx.spawn(self._evaluate_pinned(ref, canary, step), name=f"evaluate step {step}")
+
+    async def _evaluate_pinned(self, ref: WeightRef, canary: m.Canary | None, step: int) -> None:
+        """The evaluator takes a copy of these weights and keeps it while training goes on."""
+        try:
+            await self.trainer.ctx.ref("evaluator").ask(
+                m.UpdateWeights(ref=ref, canary=canary), deadline_s=self.config.weight_sync.timeout_s
+            )
+            for split, mode, tasks in self._evaluations():
+                await self._evaluate(["evaluator"], split, mode, tasks, ref.version, step)
+        except (
+            ActorError
+        ) as error:  # its weights were replaced before it had them, or it died: the next version will do
+            log.warning("the evaluation of step %d is put off: %s", step, error)
+            await self.trainer.tell(m.Warn(text=f"the evaluation of step {step} was put off to a later one: {error}"))
+            self.due = True
+
+    async def finish(self) -> None:
+        if self.pinned is not None and not self.trainer.stop_reason:
+            self.trainer.report("waits for the evaluator")
+            await self.pinned
+
+    def _eval_train(self) -> tuple[Task, ...]:
+        """A fixed, seeded choice of training tasks."""
+        chosen = list(self.tasks.train)
+        random.Random(self.config.run.seed).shuffle(chosen)
+        return tuple(sorted(chosen[: self.config.eval.train_tasks], key=lambda task: task.id))
+
+
+def eval_record(
+    replies: list[m.Evaluated],
+    step: int,
+    split: Split,
+    mode: Mode,
+    seconds: float,
+) -> EvalRecord:
+    """pass_rate is the mean over tasks of the share of samples that resolved; tasks without any verdict are left out."""
+    rates = {r.prompt_id: r.passed / r.samples for reply in replies for r in reply.results if r.samples}
+    return EvalRecord(
+        step=step,
+        split=split,
+        mode=mode,
+        pass_rate=sum(rates.values()) / len(rates) if rates else None,
+        samples=sum(r.samples for reply in replies for r in reply.results),
+        tasks=len(rates),
+        seconds=seconds,
+        by_task=dict(rates),
+        masked=sum(reply.masked for reply in replies),
+    )
