@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from dockyard_actors.observe.metrics import cut_torn_tail, write_all
+from dockyard_actors.observe.metrics import write_all
 from dockyard_actors.observe.rundir import plain_scalar
 from dockyard_actors.observe.text import encodable
 
@@ -316,7 +316,6 @@ def _cut_end(fd: int) -> int:
         if os.fstat(fd).st_size <= 1:
             os.ftruncate(fd, 0)
         return 0
-    cut_torn_tail(fd)
     while True:
         size = os.fstat(fd).st_size
         line = _last_line(fd, size)
@@ -326,7 +325,7 @@ def _cut_end(fd: int) -> int:
 
 
 def _last_line(fd: int, size: int) -> bytes:
-    """The last line of the first `size` bytes, which end in a line end."""
+    """The last line of the first `size` bytes, whole or torn."""
     found = b""
     start = size
     while start > 0:
