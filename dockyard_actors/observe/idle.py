@@ -123,8 +123,8 @@ def read_trace(path: Path) -> Trace:
     """
     roles: dict[int, str] = {}
     incarnations: dict[int, int] = {}
-    own: dict[tuple[str, int, str, int, int], RoleSpan] = {}
-    groups: dict[tuple[str, int, str, int, int], RoleSpan] = {}
+    own: dict[tuple[object, ...], RoleSpan] = {}  # by all that tells a span from another one
+    groups: dict[tuple[object, ...], RoleSpan] = {}
     begun: dict[tuple[int, str], list[TraceEvent]] = defaultdict(list)
     unread = unmatched = 0
     last = b""
@@ -153,14 +153,16 @@ def read_trace(path: Path) -> Trace:
                 role, number = roles.get(event.pid, f"process {event.pid}"), incarnations.get(event.tid, 0)
                 busy = event.cat != "wait"
                 span = Span(event.name, event.ts, event.dur or 0, busy=busy, args=event.args)
-                own[role, number, span.name, span.start_us, span.duration_us] = RoleSpan(role, number, span)
+                told = (role, number, busy, span.name, span.start_us, span.duration_us, str(event.args))
+                own[told] = RoleSpan(role, number, span)
             elif event.ph == "b":
                 begun[key].append(event)
             elif event.ph == "e" and begun[key]:
                 first = begun[key].pop()
                 role = str(first.args.get("role", ""))
                 span = Span(first.name, first.ts, event.ts - first.ts, lease=first.id, args=first.args)
-                groups[role, span.lease, span.name, span.start_us, span.duration_us] = RoleSpan(role, 0, span)
+                told = (role, span.lease, span.name, span.start_us, span.duration_us, str(first.args))
+                groups[told] = RoleSpan(role, 0, span)
             elif event.ph == "e":
                 unmatched += 1
     unmatched += sum(map(len, begun.values()))

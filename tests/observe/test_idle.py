@@ -161,6 +161,12 @@ def test_a_span_that_was_told_twice_counts_once(tmp_path: Path):
     assert report.stages["generate"].median_s == 2.0
 
 
+def test_waits_of_the_same_time_for_different_peers_are_two(tmp_path: Path):
+    spans = [("trainer", waits(0, 1, "buffer")), ("trainer", waits(0, 1, "engines"))]
+    report = idle_report(trace_of(tmp_path / "trace.json", spans))
+    assert report.whole.roles["trainer"].waits == {"buffer": 1.0, "engines": 1.0}
+
+
 def test_incarnations_of_a_role_are_one_role(tmp_path: Path):
     writer = TraceWriter(tmp_path / "trace.json")
     writer.append("trainer", 1, [seconds(0, 1, "train")])
