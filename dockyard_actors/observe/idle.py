@@ -24,6 +24,7 @@ Interval = tuple[int, int]
 
 OVERLAPPING = ("generate", "score", "train")
 """Own-track names whose overlap is what an asynchronous run is for."""
+ASIDE = "evaluator"  # the role whose own generation is no part of that
 TRAIN = "train"
 
 
@@ -60,7 +61,7 @@ class RoleTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overlap(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of a window in which generation, scoring and training were busy, over all roles."""
+    """Shares of a window in which generation, scoring and training were busy, over all roles but the evaluator."""
 
     each: dict[str, float]  # by name of OVERLAPPING
     together: dict[str, float]  # "generate+train" …: both busy
@@ -218,7 +219,7 @@ def _window(own: Sequence[RoleSpan], window: Interval) -> Window:
         start_us=window[0],
         wall_s=wall / 1e6,
         roles={role: _role_time(spans, window) for role, spans in sorted(by_role.items())},
-        overlap=_overlap([item.span for item in own], window),
+        overlap=_overlap([item.span for item in own if item.role != ASIDE], window),
     )
 
 

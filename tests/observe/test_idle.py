@@ -161,6 +161,13 @@ def test_a_span_that_was_told_twice_counts_once(tmp_path: Path):
     assert report.stages["generate"].median_s == 2.0
 
 
+def test_what_an_evaluator_generates_is_its_own_time_and_no_overlap(tmp_path: Path):
+    spans = [("trainer", seconds(0, 1, "train")), ("evaluator", seconds(0, 2, "generate"))]
+    window = idle_report(trace_of(tmp_path / "trace.json", spans)).whole
+    assert window.roles["evaluator"].busy_share == 1.0
+    assert (window.overlap.each["generate"], window.overlap.two_or_more) == (0.0, 0.0)
+
+
 def test_waits_of_the_same_time_for_different_peers_are_two(tmp_path: Path):
     spans = [("trainer", waits(0, 1, "buffer")), ("trainer", waits(0, 1, "engines"))]
     report = idle_report(trace_of(tmp_path / "trace.json", spans))
