@@ -1,5 +1,5 @@
 """Logprobs of given tokens from hidden states, without ever holding (N, V) in float32.
-The head is projected in chunks; the backward pass projects again instead of keeping logits. Knows one linear head.
+The head is projected in blocks; the backward pass projects again instead of keeping logits. Knows one linear head.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        count, (vocabulary, _) = len(hidden), weight.shape
         head = weight.to(hidden.dtype)
         logprobs = torch.empty(len(targets), dtype=torch.float32)
-        norms = torch.empty(len(hidden), dtype=torch.float32)
-        entropies = torch.zeros(len(hidden), dtype=torch.float32)
-        for rows, owned in _chunks(owner, len(hidden), chunk):
-            logits = _logits(hidden[rows], head, temperature)
+        norms = torch.empty(count, dtype=torch.float32)
+        entropies = torch.zeros(count, dtype=torch.float32)
+        edges = [*range(0, count, chunk), count]
+        owned_edges = torch.searchsorted(owner, torch.tensor(edges)).tolist()
+        scratch = _Scratch(min(chunk, count) * vocabulary, hidden.dtype)
+        weights_buffer = torch.empty(min(chunk, count) * vocabulary)
+        for k in range(len(edges) - 1):
+            rows, owned = slice(edges[k], edges[k + 1]), slice(owned_edges[k], owned_edges[k + 1])
+            logits = scratch.logits(hidden[rows], head, temperature)
             chosen = logits[owner[owned] - rows.start, targets[owned]]
             top = logits.amax(-1, keepdim=True)
             shifted = logits.sub_(top)
-            weights = shifted.exp()
+            weights = torch.exp(shifted, out=weights_buffer[: shifted.numel()].view_as(shifted))
             total = weights.sum(-1)
             norms[rows] = top[:, 0] + total.log()
             logprobs[owned] = chosen - norms[owner[owned]]
@@ -63,25 +69,39 @@ class _TokenLogprobs(torch.autograd.Function):
         slope = gradients[0] / ctx.temperature
         steep = torch.zeros(len(hidden), dtype=slope.dtype).index_add_(0, owner, slope)
         head = weight.to(hidden.dtype)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
-        for rows, owned in _chunks(owner, len(hidden), ctx.chunk):
-            scores = _logits(hidden[rows], head, ctx.temperature)
-            scores.sub_(norms[rows, None]).exp_().mul_(-steep[rows, None])
-            scores.index_put_((owner[owned] - rows.start, targets[owned]), slope[owned], accumulate=True)
-            scores = scores.to(hidden.dtype)
-            torch.mm(scores, head, out=grad_hidden[rows])
-            grad_weight += scores.t() @ hidden[rows]
-        return grad_hidden, grad_weight, None, None, None, None, None
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight)
+        columns = max(1, ctx.chunk * len(head) // len(hidden))
+        scratch = _Scratch(min(columns, len(head)) * len(hidden), hidden.dtype)
+        for start in range(0, len(head), columns):  # by vocabulary: every row of the large grad_weight is written once
+            part = slice(start, min(start + columns, len(head)))
+            scores = scratch.logits(hidden, head[part], ctx.temperature)
+            scores.sub_(norms[:, None]).exp_().mul_(-steep[:, None])
+            here = ((targets >= part.start) & (targets < part.stop)).nonzero()[:, 0]
+            scores.index_put_((owner[here], targets[here] - part.start), slope[here], accumulate=True)
+            scores = scratch.rounded(scores)
+            grad_hidden += scores @ head[part]
+            grad_weight[part] = scores.t() @ hidden
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    logits = (hidden @ head.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+class _Scratch:
+    """Memory for one block of logits, written again for every block: fresh pages cost more than what is done with them."""
 
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._product = torch.empty(size, dtype=dtype)
+        self._exact = self._product if dtype == torch.float32 else torch.empty(size, dtype=torch.float32)
 
-def _chunks(owner: Tensor, count: int, chunk: int) -> list[tuple[slice, slice]]:
-    """At most `chunk` rows each, and which targets they own."""
-    edges = [*range(0, count, chunk), count]
-    owned = torch.searchsorted(owner, torch.tensor(edges)).tolist()
-    return [(slice(edges[k], edges[k + 1]), slice(owned[k], owned[k + 1])) for k in range(len(edges) - 1)]
+    def logits(self, hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+        """(rows, columns) float32, valid until the next call."""
+        shape = (len(hidden), len(head))
+        count = shape[0] * shape[1]
+        product = torch.mm(hidden, head.t(), out=self._product[:count].view(shape))
+        logits = product if self._exact is self._product else self._exact[:count].view(shape).copy_(product)
+        return logits if temperature == 1.0 else logits.div_(temperature)
+
+    def rounded(self, scores: Tensor) -> Tensor:
+        """`scores`, which are of `logits`, in the dtype of the products."""
+        if self._exact is self._product:
+            return scores
+        return self._product[: scores.numel()].view_as(scores).copy_(scores)

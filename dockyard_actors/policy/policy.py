@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch.func import functional_call
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dockyard_actors.policy import checkpoint
-from dockyard_actors.policy.batch import MicroBatch, TrainBatch
+from dockyard_actors.policy.batch import MicroBatch, Segment, TrainBatch
 from dockyard_actors.policy.logprobs import token_logprobs
 from dockyard_actors.policy.model import ModelSourceError, eos_ids, load_model, load_tokenizer
 from dockyard_actors.policy.packing import ATTENTION
@@ -142,17 +143,9 @@ class Policy:
         """Logprobs (b, width) of a micro-batch's completion tokens at the policy's temperature, 0 elsewhere, differentiable
         when gradients are on; and the entropy (b, width), detached, 0 unless config.entropy. Both float32."""
         model = model or self.model
-        bf16 = self.config.autocast_bf16
-        with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
-            hidden = model.base_model(
-                input_ids=micro.input_ids[None],
-                position_ids=micro.position_ids[None],
-                use_cache=False,
-                segments=micro.segments,
-            ).last_hidden_state[0]
-        hidden = hidden[micro.source].to(torch.bfloat16 if bf16 else torch.float32)
+        hidden = _hidden(model, micro.input_ids, micro.position_ids, micro.segments, self.config.autocast_bf16)
         logprobs, entropy = token_logprobs(
-            hidden,
+            hidden[micro.source],
             _head(model),
             micro.owner,
             micro.target,
@@ -177,6 +170,25 @@ class Policy:
         for micro in batch.micro_batches:
             logprobs[micro.rows] = self.completion_logprobs(micro, batch.loss_mask.shape[1], model)[0]
         return logprobs
+
+    @torch.no_grad()
+    def canary(self, ids: np.ndarray, temperature: float, dtype: str = "float32") -> np.ndarray:
+        """Logprobs (T-1,) float32 of ids[1:], each given those before it: what an engine that holds the published weights
+        must find again. ids (T >= 2,) token ids.
+
+        dtype: of the published weights, which are rounded to it; `bfloat16` is computed as in training with autocast,
+        `float32` without it. Raises ValueError for another dtype, or for fewer than two tokens.
+        """
+        if ids.ndim != 1 or ids.size < 2:
+            raise ValueError(f"canary: ids have shape {ids.shape}, expected (T >= 2,)")
+        bf16 = _wire_dtype(dtype) is torch.bfloat16
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        rounded = _rounded_beside_products(self.model.base_model) if bf16 else {}
+        segment = Segment(0, ids.size, torch.full((ids.size, ids.size), -torch.inf).triu_(1))
+        hidden = _hidden(self.model, tokens, torch.arange(ids.size), (segment,), bf16, rounded)[:-1]
+        owner = torch.arange(ids.size - 1)
+        chunk = self.config.logit_chunk
+        return token_logprobs(hidden, _head(self.model), owner, tokens[1:], temperature, chunk, False)[0].numpy()
 
     def freeze_reference(self) -> None:
         """Keeps a frozen copy of the present weights as the reference policy."""
@@ -275,8 +287,7 @@ class Policy:
 
     def manifest(self, dtype: str = "float32") -> WeightManifest:
         """Names (as in a Hugging Face checkpoint, tied weights once), shapes and the wire dtype of every tensor."""
-        if dtype not in WIRE_DTYPES:
-            raise ValueError(f"weight dtype {dtype!r} is unknown; choose one of {', '.join(WIRE_DTYPES)}")
+        _wire_dtype(dtype)
         return WeightManifest.of({name: (dtype, tuple(p.shape)) for name, p in self.parameters.items()})
 
     @torch.no_grad()
@@ -294,6 +305,33 @@ class Policy:
     def load(self, directory: Path) -> None:
         """Restores weights, optimizer, counters and random state. Raises CheckpointError; nothing is changed then."""
         checkpoint.load(self, directory)
+
+
+def _wire_dtype(name: str) -> torch.dtype:
+    if name not in WIRE_DTYPES:
+        raise ValueError(f"weight dtype {name!r} is unknown; choose one of {', '.join(WIRE_DTYPES)}")
+    return WIRE_DTYPES[name]
+
+
+def _hidden(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    segments: Sequence[Segment],
+    bf16: bool,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Last hidden states (T, H), bfloat16 or float32. parameters: used instead of the base model's own of these names."""
+    kwargs = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False, "segments": segments}
+    with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+        output = functional_call(model.base_model, dict(parameters or {}), (), kwargs)
+    return output.last_hidden_state[0].to(torch.bfloat16 if bf16 else torch.float32)
+
+
+def _rounded_beside_products(base_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that autocast leaves in float32 (embeddings, norms), rounded to bfloat16."""
+    products = {id(p) for m in base_model.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()}
+    return {n: p.bfloat16().float() for n, p in base_model.named_parameters() if id(p) not in products}
 
 
 def _prepared(model: PreTrainedModel) -> PreTrainedModel:
