@@ -51,7 +51,7 @@ def write_config(directory: Path, **overrides: Any) -> Path:
         "correction": {"kind": "tis"},
         "advantage": {"estimator": "rloo"},
         "optimizer": {"lr": 3e-3, "warmup_steps": 1},
-        "generation": {"max_new_tokens": 6},
+        "generation": {"max_new_tokens": 6, "engine": "hf"},
         "eval": {"train_tasks": 6, "samples": 4},
         "checkpoint": {"every": 3},
         "data_plane": {"blocks": 24, "block_bytes": 16384},

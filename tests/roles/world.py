@@ -29,6 +29,7 @@ from dockyard_actors.tasks.types import Task, TaskSet
 from dockyard_actors.transport.plane import LocalPlane, TensorRef
 
 BASE = (
+    "generation.engine=hf",
     "model.source=tiny",
     "correction.kind=tis",
     "grpo.num_prompts_per_step=2",
