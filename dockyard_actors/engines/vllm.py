@@ -1,0 +1,414 @@
+"""Generation with vLLM inside this process, driven step by step, on a CPU or a CUDA device.
+Tokens, logprobs and versions are written as every step brings them; weights change between two steps. Randomness is that of
+the Hugging Face engine. Knows nothing of tasks, rewards or where weights come from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from dockyard_actors.engines import vllm_boot
+from dockyard_actors.engines.base import (
+    EngineError,
+    FinishReason,
+    GroupOutput,
+    GroupRequest,
+    GroupResult,
+    Manifest,
+    SamplingConfig,
+)
+from dockyard_actors.engines.manifest import check_manifest
+from dockyard_actors.engines.stops import StopTable
+from dockyard_actors.engines.vllm_worker import FIRST, GREEDY, PROMPT, SEED, TEMPERATURE
+from dockyard_actors.transport.torch_views import as_torch
+
+SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class VLLMEngineConfig:
+    """max_batch_rows: completions decoded together. kv_cache_bytes: memory for keys and values. max_model_len: positions of
+    prompt and completion together; None: as many as the model has and the cache holds. dtype: of the live weights.
+    threads: of torch in this process."""
+
+    max_batch_rows: int = 128
+    kv_cache_bytes: int = 1 << 30
+    max_model_len: int | None = None
+    dtype: str = "float32"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_rows", "kv_cache_bytes", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name}: {getattr(self, name)!r} must be >= 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"engine.max_model_len: {self.max_model_len!r} must be >= 2")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"engine.dtype: {self.dtype!r} is unknown; choose float32 or bfloat16")
+
+
+@dataclass(frozen=True)
+class _Stops:
+    """What ends the completions of a group. tokens: ids that do so by themselves. suspects: (V,) bool, ids that may complete
+    one of `strings`."""
+
+    strings: tuple[str, ...]
+    tokens: list[int]
+    suspects: np.ndarray
+
+
+@dataclass
+class _Group:
+    request: GroupRequest
+    output: GroupOutput
+    sampling: SamplingConfig
+    limit: int
+    stops: _Stops
+    reasons: list[FinishReason | None]
+    left: int = 0  # completions that have not ended
+
+    def result(self) -> GroupResult:
+        reasons = tuple(FinishReason.CUT if reason is None else reason for reason in self.reasons)
+        return GroupResult(self.request.key, reasons, int(self.request.prompt_ids.size), int(self.output.lengths.sum()))
+
+
+@dataclass
+class _Row:
+    """One completion as one request of vLLM. first: tokens it had before this request."""
+
+    group: _Group
+    index: int
+    name: str
+    first: int
+    running: bool = field(default=False)  # vLLM has it
+
+
+class VLLMEngine:
+    """Engine (see engines/base.py) over vLLM's LLMEngine.
+
+    load: gives (structure of the model, tokenizer, ids that end a completion); called by `start`. The model is built from
+    its structure alone: weights always come through `update_weights`.
+    version: of weights that a caller knows to be live; None, the normal case, until the first update.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], tuple[PretrainedConfig, PreTrainedTokenizerBase, Sequence[int]]],
+        config: VLLMEngineConfig | None = None,
+        version: int | None = None,
+    ) -> None:
+        self._load = load
+        self.config = config or VLLMEngineConfig()
+        self._first_version = self.version = -1 if version is None else version
+        self._llm: Any = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._table: StopTable | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._stops: dict[tuple[str, ...], _Stops] = {}
+        self._groups: dict[int, _Group] = {}
+        self._rows: dict[str, _Row] = {}
+        self._waiting: deque[_Row] = deque()  # vLLM gets no more rows than it may run, so that `score` finds a place
+        self._running = 0
+        self._ended: dict[int, GroupResult] = {}  # not yet returned by `step`
+        self._names = 0
+        self._broken: str | None = None
+
+    def start(self) -> None:
+        """Builds the model, in about three seconds once vllm is imported (six more).
+
+        Sets environment variables of this process before it imports vllm (`vllm_boot.ENVIRONMENT`: no subprocesses, no
+        compilation, no pinned threads, no usage statistics, no hub; OMP_NUM_THREADS) and torch's number of threads. One
+        engine of this kind fits into a process. Raises EngineError when vLLM is not installed, not of a supported version
+        or cannot run the model.
+        """
+        structure, self._tokenizer, eos = self._load()
+        self._table = StopTable(self._tokenizer, structure.get_text_config().vocab_size, eos)
+        self._shapes = vllm_boot.parameter_shapes(structure)
+        self._llm = vllm_boot.open_engine(
+            structure,
+            dtype=self.config.dtype,
+            rows=self.config.max_batch_rows + 1,  # one for `score`
+            kv_cache_bytes=self.config.kv_cache_bytes,
+            max_model_len=self.config.max_model_len,
+            threads=self.config.threads,
+        )
+
+    def close(self) -> None:
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            self._broken, self.version = None, self._first_version
+            self._groups, self._rows, self._ended, self._running = {}, {}, {}, 0
+            self._waiting.clear()
+            vllm_boot.close_engine(llm)
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's engine. Raises EngineError when there is none or a failure left it in an unknown state."""
+        if self._broken is not None:
+            raise EngineError(f"the engine is unusable since {self._broken}; restart it")
+        if self._llm is None:
+            raise EngineError("the engine is not started (or closed): call start() first")
+        return self._llm
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise EngineError("the engine is not started: call start() first")
+        return self._tokenizer
+
+    @property
+    def max_tokens(self) -> int | None:
+        return int(self.llm.model_config.max_model_len)
+
+    @property
+    def token_capacity(self) -> int:
+        cache = self.llm.vllm_config.cache_config
+        return (cache.num_gpu_blocks - 1) * cache.block_size  # one block stands for 'none'
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._groups) + len(self._ended)
+
+    # Groups.
+
+    def submit(
+        self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig, resume: GroupResult | None = None
+    ) -> None:
+        """Queues a group (see engines/base.py). A resumed completion draws what it would have drawn without the break."""
+        self._need_weights()
+        if request.key in self._groups or request.key in self._ended:
+            raise ValueError(f"group {request.key}: a group with this key is not finished yet")
+        limit = min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens)
+        output.check(request, limit)
+        self._check_length(f"group {request.key}", request.prompt_ids.size, limit)
+        reasons: list[FinishReason | None] = [None] * request.n
+        if resume is None:
+            output.clear()
+        elif resume.key != request.key or len(resume.finish_reasons) != request.n:
+            raise ValueError(
+                f"group {request.key}: resume is a result of group {resume.key} with {len(resume.finish_reasons)} completions"
+            )
+        else:
+            for i, reason in enumerate(resume.finish_reasons):
+                full = output.lengths[i] >= limit
+                reasons[i] = reason if reason is not FinishReason.CUT else FinishReason.LENGTH if full else None
+        group = _Group(request, output, sampling, limit, self._stops_of(request.stop), reasons)
+        for i in range(request.n):
+            if reasons[i] is None:
+                self._names += 1
+                row = _Row(group, i, str(self._names), int(output.lengths[i]))
+                self._rows[row.name] = row
+                self._waiting.append(row)
+                group.left += 1
+        self._groups[request.key] = group
+        if not group.left:
+            self._end(group)
+
+    def step(self) -> list[GroupResult]:
+        llm = self.llm
+        self._admit()
+        if self._running:
+            self._consume(self._advance(llm))
+        ended, self._ended = self._ended, {}
+        return list(ended.values())
+
+    def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
+        llm = self.llm
+        chosen = [k for k in (*self._ended, *self._groups) if keys is None or k in keys]
+        named = {id(self._groups[k]) for k in chosen if k in self._groups}
+        rows = [row for row in self._rows.values() if id(row.group) in named]
+        llm.abort_request([row.name for row in rows if row.running])
+        for row in rows:
+            self._forget(row)
+        self._waiting = deque(row for row in self._waiting if row.name in self._rows)
+        for key in chosen:
+            if key in self._groups:
+                self._end(self._groups[key])
+        return [self._ended.pop(key) for key in chosen]
+
+    # Weights.
+
+    def update_weights(
+        self, views: Mapping[str, np.ndarray], manifest: Manifest, version: int, recompute_kv_cache: bool = True
+    ) -> None:
+        """Copies weights into the live model (see engines/base.py). Raises EngineError, and the engine is unusable from then
+        on, when copying fails half-way."""
+        llm = self.llm
+        if version < self.version:
+            raise EngineError(f"weight version {version} is older than the live one ({self.version})")
+        check_manifest(self._shapes, views, manifest, f"weights of version {version} do not fit the model")
+        try:
+            if recompute_kv_cache and not llm.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError("vLLM did not let go of its prefix cache")
+            tensors = ((entry.name, as_torch(views[entry.name])) for entry in manifest.entries)
+            llm.collective_rpc("dockyard_load", args=(tensors,))
+            llm.set_weight_version(str(version))
+        except Exception as error:
+            self._broken = f"loading weights of version {version} failed half-way ({type(error).__name__}: {error})"
+            raise EngineError(f"the engine is unusable since {self._broken}; restart it") from error
+        self.version = version
+
+    # Single questions.
+
+    def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        llm = self.llm
+        if ids.size < 2:
+            return np.zeros(0, dtype=np.float32)
+        llm.collective_rpc("dockyard_score_at", args=(temperature,))
+        answer = self._ask(ids, temperature, skip_reading_prefix_cache=True, prompt_logprobs=0)
+        scored = answer.prompt_logprobs  # nothing is known of the first token: its entry is empty
+        return np.array(scored.logprobs, dtype=np.float32)
+
+    def next_token(self, ids: np.ndarray, temperature: float = 1.0) -> tuple[int, float]:
+        completion = self._ask(ids, temperature).outputs[0]
+        return int(completion.token_ids[0]), float(completion.logprobs.logprobs[0])
+
+    def _ask(self, ids: np.ndarray, temperature: float, **how: Any) -> Any:
+        """The answer to a request of one greedy token, ahead of all others. What others get meanwhile is theirs."""
+        self._need_weights()
+        self._check_length("the sequence", ids.size, 1)
+        self._names += 1
+        name = f"ask-{self._names}"
+        params = self._params(SamplingConfig(temperature, 1, greedy=True), 1, ids.size, **how)
+        self._add(name, ids.tolist(), params, priority=-1)
+        while True:
+            outputs = self._advance(self.llm)
+            self._consume(output for output in outputs if output.request_id != name)
+            for output in outputs:
+                if output.request_id == name and output.finished:
+                    return output
+
+    # Between the two.
+
+    def _need_weights(self) -> None:
+        if self.llm is not None and self.version < 0:
+            raise EngineError("the engine has no weights yet: call update_weights() first")
+
+    def _check_length(self, what: str, prompt: int, new: int) -> None:
+        limit = min(self.max_tokens or self.token_capacity, self.token_capacity)
+        if prompt + new > limit:
+            raise ValueError(f"{what}: {prompt} given + {new} new tokens exceed the engine's {limit} positions")
+
+    def _stops_of(self, strings: tuple[str, ...]) -> _Stops:
+        if strings not in self._stops:
+            assert self._table is not None
+            alone = set(np.flatnonzero(self._table.eos).tolist())
+            for text in strings:
+                holding = np.logical_and.reduce([self._table.holding(character) for character in text])
+                alone |= {i for i in np.flatnonzero(holding).tolist() if self._table.stopped(np.array([i]), (text,))}
+            self._stops[strings] = _Stops(strings, sorted(alone), self._table.suspects(strings))
+        return self._stops[strings]
+
+    def _params(
+        self, sampling: SamplingConfig, new: int, prompt: int, first: int = 0, seed: int = 0, **how: Any
+    ) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+
+        params = SamplingParams(
+            max_tokens=new,
+            temperature=1.0,  # RowSampler draws, and reads extra_args
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,  # vLLM knows no tokenizer: stop_token_ids has what ends a completion
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={
+                SEED: seed & SEED_MASK,
+                PROMPT: prompt,
+                FIRST: first,
+                TEMPERATURE: sampling.temperature,
+                GREEDY: sampling.greedy,
+            },
+            **how,
+        )
+        params.skip_clone = True  # nobody else changes it
+        return params
+
+    def _add(self, name: str, ids: list[int], params: Any, priority: int = 0) -> None:
+        from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
+
+        self.llm.add_request(name, tokens_input(ids), params, priority=priority)
+
+    def _admit(self) -> None:
+        while self._waiting and self._running < self.config.max_batch_rows:
+            row = self._waiting.popleft()
+            group, i = row.group, row.index
+            ids = np.concatenate([group.request.prompt_ids, group.output.tokens[i, : row.first]]).tolist()
+            params = self._params(
+                group.sampling,
+                new=group.limit - row.first,
+                prompt=int(group.request.prompt_ids.size),
+                first=row.first,
+                seed=group.request.seeds[i],
+                stop_token_ids=group.stops.tokens,
+            )
+            self._add(row.name, ids, params)
+            row.running = True
+            self._running += 1
+
+    def _advance(self, llm: Any) -> list[Any]:
+        try:
+            return llm.step()
+        except Exception as error:
+            self._broken = f"a step failed ({type(error).__name__}: {error})"
+            raise EngineError(f"the engine is unusable since {self._broken}; restart it") from error
+
+    def _consume(self, outputs: Iterable[Any]) -> None:
+        """Writes what a step brought and ends the completions that it completes."""
+        stopped = []
+        for output in outputs:
+            row, completion = self._rows.get(output.request_id), output.outputs[0]
+            if row is None or not completion.token_ids:
+                continue
+            reason = None
+            for token, logprob in zip(completion.token_ids, completion.logprobs.logprobs, strict=True):
+                reason = self._write(row, token, logprob)
+            if output.finished:
+                self._check_finished(row, reason, completion)
+            elif reason is not None:
+                stopped.append(row.name)
+            if reason is not None:
+                row.group.reasons[row.index] = reason
+                self._forget(row)
+                row.group.left -= 1
+                if not row.group.left:
+                    self._end(row.group)
+        if stopped:
+            self.llm.abort_request(stopped)
+
+    def _write(self, row: _Row, token: int, logprob: float) -> FinishReason | None:
+        assert self._table is not None
+        output, i, stops = row.group.output, row.index, row.group.stops
+        at = int(output.lengths[i])
+        output.tokens[i, at], output.logprobs[i, at], output.versions[i, at] = token, logprob, self.version
+        output.lengths[i] = at + 1
+        if self._table.eos[token]:
+            return FinishReason.EOS
+        if stops.suspects[token] and self._table.stopped(output.tokens[i, : at + 1], stops.strings):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if at + 1 == row.group.limit else None
+
+    def _check_finished(self, row: _Row, reason: FinishReason | None, completion: Any) -> None:
+        """vLLM's own account of a finished completion must agree with what was written."""
+        written = row.group.output.versions[row.index, row.first : row.group.output.lengths[row.index]].tolist()
+        told = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
+        if reason is None or told != written:
+            self._broken = (
+                f"completion {row.index} of group {row.group.request.key} finished in vLLM "
+                f"({completion.finish_reason}, weight versions {told}) but not here ({reason}, {written})"
+            )
+            raise EngineError(f"the engine is unusable since {self._broken}; restart it")
+
+    def _forget(self, row: _Row) -> None:
+        del self._rows[row.name]
+        self._running -= row.running
+
+    def _end(self, group: _Group) -> None:
+        del self._groups[group.request.key]
+        self._ended[group.request.key] = group.result()

@@ -1,0 +1,183 @@
+"""Opens vLLM's engine inside this process, quickly and without meaningful weights, and closes it.
+Sets the environment variables that vLLM reads when it is imported, so the process should be the engine's own. Says what an
+installed vLLM lacks before anything is built. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from dockyard_actors.engines.base import EngineError
+from dockyard_actors.engines.choose import HEAD_DIMS, VERSIONS, installed_vllm
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, scheduler and worker in this process: updates happen between steps
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that CPUs have too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a thread pinned to a core fights whoever else runs there
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled: 3 s to start, not 20
+    "HF_HUB_OFFLINE": "1",  # only a directory written here is read
+}
+DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}  # whoever set it keeps it
+CPU_BLOCK_TOKENS = 32  # the least its CPU attention takes; the default of 128 would share no prompt of ordinary length
+CPU_BATCH_TOKENS = 4096  # prefilled in one step, at least; longer prompts widen it
+TAILS = "dockyard_actors.engines.vllm_tails"
+EXTENSION = "dockyard_actors.engines.vllm_worker.WorkerExtension"
+
+
+def open_engine(
+    structure: PretrainedConfig,
+    *,
+    dtype: str,
+    rows: int,
+    kv_cache_bytes: int,
+    max_model_len: int | None,
+    threads: int,
+) -> Any:
+    """vLLM's LLMEngine for a model of this structure, with random weights.
+
+    rows: requests that run at once. Raises EngineError when vLLM is missing, unsupported or cannot run the model.
+    """
+    found, problem = installed_vllm()
+    if problem is not None:
+        raise EngineError(f"the vllm engine cannot start: {problem}")
+    text = structure.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if head_dim not in HEAD_DIMS:
+        raise EngineError(f"{found} takes attention heads of size {HEAD_DIMS} only and this model has {head_dim}")
+    os.environ.update(ENVIRONMENT)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(threads)
+    set_num_threads, environment = torch.set_num_threads, dict(os.environ)
+    try:
+        with tempfile.TemporaryDirectory(prefix="vllm-model-") as directory:
+            _write_config(structure, Path(directory))
+            longest = max_model_len or getattr(text, "max_position_embeddings", None) or 0
+            return _open(found, directory, dtype, rows, kv_cache_bytes, max_model_len, longest)
+    except EngineError:
+        raise
+    except Exception as error:  # of many kinds, and all of them mean that there is no engine
+        raise EngineError(f"{found} cannot run this model: {type(error).__name__}: {error}") from error
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM puts one there that only warns
+        os.environ.clear()  # and preloads libraries into every child of this process
+        os.environ.update(environment)
+
+
+def close_engine(llm: Any) -> None:
+    """Frees the model, its cache and vLLM's process group, so that this process may open another engine."""
+    llm.engine_core.shutdown()
+
+
+def parameter_shapes(structure: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the Hugging Face model's parameters by name; tied ones appear once. Allocates nothing."""
+    return {name: tuple(parameter.shape) for name, parameter in _skeleton(structure).named_parameters()}
+
+
+def _skeleton(structure: PretrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(structure)
+
+
+def _write_config(structure: PretrainedConfig, directory: Path) -> None:
+    written = type(structure).from_dict(structure.to_dict())
+    written.architectures = [type(_skeleton(structure)).__name__]
+    written.save_pretrained(directory)
+
+
+def _open(
+    found: str, directory: str, dtype: str, rows: int, kv_cache_bytes: int, max_model_len: int | None, longest: int
+) -> Any:
+    from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
+    from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
+
+    _check_features(found, LLMEngine)
+    if parallel_state.model_parallel_is_initialized():
+        raise EngineError("this process already has a vLLM engine; close it first")
+    arguments: dict[str, Any] = {
+        "model": directory,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_model_len": -1 if max_model_len is None else max_model_len,  # -1: what the cache holds
+        "max_num_seqs": rows,
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "scheduling_policy": "priority",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        arguments |= _for_cpu(longest)
+        _keep_weights_plain()
+    try:
+        llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except BaseException:
+        parallel_state.cleanup_dist_env_and_memory()
+        raise
+    try:
+        if llm.model_config.use_mla:
+            raise EngineError("models with latent attention keep derived weights, which cannot be updated in place")
+        llm.collective_rpc("dockyard_prepare")
+    except BaseException:
+        close_engine(llm)
+        raise
+    return llm
+
+
+def _for_cpu(longest: int) -> dict[str, Any]:
+    from vllm.config import KVTransferConfig  # pyright: ignore[reportMissingImports]
+
+    return {
+        "block_size": CPU_BLOCK_TOKENS,
+        "enable_chunked_prefill": False,  # see TailConnector
+        "max_num_batched_tokens": max(CPU_BATCH_TOKENS, longest),
+        "disable_hybrid_kv_cache_manager": True,
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector="TailConnector", kv_connector_module_path=TAILS, kv_role="kv_consumer"
+        ),
+    }
+
+
+def _keep_weights_plain() -> None:
+    """vLLM packs linear weights for oneDNN or AMX when it loads them; packed ones could not be updated in place."""
+    import vllm._custom_ops as operations  # pyright: ignore[reportMissingImports]
+    from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
+
+    for module, name in ((operations, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
+        if not hasattr(module, name):
+            raise EngineError(f"{module.__name__} has no {name} to switch off; {VERSIONS} is needed")
+    operations._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *shape: False
+
+
+def _check_features(found: str, engine: Any) -> None:
+    from vllm.outputs import CompletionOutput  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import SamplingParams  # pyright: ignore[reportMissingImports]
+
+    present = {
+        "LLMEngine.set_weight_version": hasattr(engine, "set_weight_version"),
+        "CompletionOutput.weight_versions": "weight_versions" in {f.name for f in dataclasses.fields(CompletionOutput)},
+        "reset_prefix_cache(reset_running_requests=…)": "reset_running_requests"
+        in inspect.signature(engine.reset_prefix_cache).parameters,
+        "SamplingParams(skip_reading_prefix_cache=…)": "skip_reading_prefix_cache"
+        in inspect.signature(SamplingParams).parameters,
+    }
+    lacking = [name for name, there in present.items() if not there]
+    if lacking:
+        raise EngineError(f"{found} lacks {', '.join(lacking)}; {VERSIONS} is needed")
