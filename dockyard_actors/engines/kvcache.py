@@ -42,20 +42,34 @@ class RowLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         keys, values = self.keys[: self.rows], self.values[: self.rows]
-        keys[:, :, self.length] = key_states[:, :, 0]
-        values[:, :, self.length] = value_states[:, :, 0]
-        self.length += 1
+        end = self.length + key_states.shape[2]
+        keys[:, :, self.length : end] = key_states
+        values[:, :, self.length : end] = value_states
+        self.length = end
         return keys, values
 
-    def spread(self, source: torch.Tensor, width: int) -> None:
-        """New buffers of `width` positions, row i being a copy of row source[i]. Unwritten positions are 0, not garbage:
-        their weight in the attention is 0, and 0 times NaN would not be."""
+    def spread(self, source: torch.Tensor, width: int, first: int = 0) -> None:
+        """New buffers of `width` positions, row i being a copy of row source[i] from position `first` on. Unwritten positions
+        are 0, not garbage: their weight in the attention is 0, and 0 times NaN would not be."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros(len(source), old.shape[1], width, old.shape[3])
-            new[:, :, : self.length] = old[source, :, : self.length]
+            new[:, :, : self.length - first] = old[source, :, first : self.length]
             setattr(self, name, new)
-        self.rows = len(source)
+        self.rows, self.length = len(source), self.length - first
+
+    def absorb(self, other: RowLayer, width: int) -> None:
+        """Appends the rows of `other`, so that the last positions of both stand at one place; in the memory of rows that
+        ended where that is enough."""
+        length, rows = max(self.length, other.length), self.rows + other.rows
+        for name in ("keys", "values"):
+            own, theirs = getattr(self, name), getattr(other, name)
+            if rows > own.shape[0] or width > own.shape[2] or length > self.length:
+                new = own.new_zeros(rows, own.shape[1], width, own.shape[3])
+                new[: self.rows, :, length - self.length : length] = own[: self.rows, :, : self.length]
+                setattr(self, name, own := new)
+            own[self.rows : rows, :, length - other.length : length] = theirs[: other.rows, :, : other.length]
+        self.rows, self.length = rows, length
 
     def move(self, source: torch.Tensor, target: torch.Tensor, rows: int) -> None:
         """Copies rows source -> target, then keeps the first `rows`."""
@@ -83,19 +97,40 @@ class RowCache(Cache):
         self.width = 0
         super().__init__(layers=list(self.row_layers))
 
-    def spread(self, source: torch.Tensor) -> None:
-        """One prefilled prompt becomes many rows, with room for the next GROWTH positions."""
-        self.width = self.row_layers[0].length + GROWTH
+    @property
+    def length(self) -> int:
+        """Positions written, the padding among them."""
+        return self.row_layers[0].length
+
+    @property
+    def held_rows(self) -> int:
+        """Rows that the buffers have memory for; the next growth gives that of rows which ended back."""
+        keys = self.row_layers[0].keys
+        return 0 if keys is None else keys.shape[0]
+
+    def spread(self, source: torch.Tensor, room: int = 0) -> None:
+        """One prefilled prompt becomes many rows, with room for the next `room` + GROWTH positions."""
+        self.width = self.length + room + GROWTH
         for layer in self.row_layers:
             layer.spread(source, self.width)
 
-    def reserve(self) -> int:
-        """Makes room for one more position; returns the width that the next step's mask must have."""
-        if self.row_layers[0].length == self.width:
-            self.width += GROWTH
-            for layer in self.row_layers:
-                layer.spread(torch.arange(layer.rows), self.width)
-        return self.width
+    @property
+    def full(self) -> bool:
+        """No room for one more position: `grow` first."""
+        return self.length == self.width
+
+    def grow(self, first: int) -> None:
+        """Forgets the positions before `first`, which no row uses, and makes room for the next GROWTH."""
+        self.width = self.length - first + GROWTH
+        for layer in self.row_layers:
+            layer.spread(torch.arange(layer.rows), self.width, first)
+
+    def absorb(self, other: RowCache) -> None:
+        """Appends the rows of `other`, whose last position and this one's become the same."""
+        if other.length > self.length:
+            self.width = max(self.width, other.length + GROWTH)
+        for layer, theirs in zip(self.row_layers, other.row_layers, strict=True):
+            layer.absorb(theirs, self.width)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, rows: int) -> None:
         """Every layer's rows source -> target, then the first `rows` are kept."""

@@ -10,15 +10,15 @@ import torch
 BLOCK = 256  # vocabulary entries summed at once: two short searches instead of one cumulative sum over V
 
 
-def uniforms(seeds: np.ndarray, position: int) -> np.ndarray:
+def uniforms(seeds: np.ndarray, position: int | np.ndarray) -> np.ndarray:
     """One number in [0, 1) per row, from (seed, position) by two rounds of the SplitMix64 mixer.
 
-    seeds: (B,) uint64. position: index of the token in its completion. Returns (B,) float64 with 53 random bits.
+    seeds: (B,) uint64. position: index of the token in its completion, one for all or (B,). Returns (B,) float64 with 53 random bits.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is the point
         state = _mix(seeds + golden)
-        state = _mix(state + golden * np.uint64(position + 1))
+        state = _mix(state + golden * (np.asarray(position).astype(np.uint64) + np.uint64(1)))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dockyard_actors.engines import base
 from dockyard_actors.engines.base import (
     EngineError,
     FinishReason,
@@ -16,7 +17,16 @@ from dockyard_actors.engines.base import (
 )
 from dockyard_actors.engines.hf import HFEngine, HFEngineConfig
 from dockyard_actors.policy.tiny import tiny_tokenizer
-from tests.policy.models import EOS, engine_of, generate, grouped_config, policy_of, requests_of, sharp_model
+from tests.policy.models import (
+    EOS,
+    engine_of,
+    generate,
+    grouped_config,
+    policy_of,
+    requests_of,
+    sharp_model,
+    weights_of,
+)
 
 SAMPLING = SamplingConfig(max_new_tokens=40)
 
@@ -24,14 +34,6 @@ SAMPLING = SamplingConfig(max_new_tokens=40)
 @pytest.fixture(scope="module")
 def engine() -> HFEngine:
     return engine_of()
-
-
-def weights_of(policy, dtype: str = "float32"):
-    manifest = policy.manifest(dtype)
-    kind = np.float32 if dtype == "float32" else np.uint16
-    views = {entry.name: np.zeros(entry.shape, kind) for entry in manifest.entries}
-    policy.write_weights(views)
-    return views, manifest
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -80,7 +82,7 @@ def test_a_stop_string_ends_its_completion_only_and_its_token_is_kept(engine):
     free = generate(engine, requests_of(n=6), SAMPLING).outputs
     stopped = requests_of(n=6, stop=("e", "~~"))
     outputs = [GroupOutput.allocate(6, 40) for _ in stopped]
-    results = engine.generate(stopped, outputs, SAMPLING)
+    results = base.generate(engine, stopped, outputs, SAMPLING)
     seen = set()
     for result, output, whole in zip(results, outputs, free, strict=True):
         for i, reason in enumerate(result.finish_reasons):
@@ -98,7 +100,7 @@ def test_what_lies_beyond_a_completion_is_cleared_in_recycled_buffers(engine):
     output = GroupOutput.allocate(8, 60)
     for name in ("tokens", "logprobs", "versions", "lengths"):
         getattr(output, name).fill(77)
-    engine.generate([request], [output], SAMPLING)
+    base.generate(engine, [request], [output], SAMPLING)
     beyond = np.arange(60) >= output.lengths[:, None]
     assert (output.tokens[beyond] == 0).all()
     assert (output.logprobs[beyond] == 0).all()
@@ -112,16 +114,16 @@ def test_each_group_has_its_own_limit(engine):
         GroupRequest(r.key, r.prompt_ids, r.n, r.seeds, max_new_tokens=5 * (k + 1)) for k, r in enumerate(requests)
     ]
     outputs = [GroupOutput.allocate(2, 40) for _ in short]
-    results = engine.generate(short, outputs, SAMPLING)
+    results = base.generate(engine, short, outputs, SAMPLING)
     for k, (result, output) in enumerate(zip(results, outputs, strict=True)):
         assert output.lengths.max() <= 5 * (k + 1)
         assert result.new_tokens == output.lengths.sum()
 
 
 def test_should_stop_cuts_between_steps_and_keeps_what_there_is(engine):
-    steps = iter([False, False, False, True])  # asked before the batch, then after each step
+    steps = iter([False, False, False, True])  # asked before each step
     requests, outputs = requests_of(n=2), [GroupOutput.allocate(2, 40) for _ in range(4)]
-    results = engine.generate(requests, outputs, SAMPLING, lambda: next(steps))
+    results = base.generate(engine, requests, outputs, SAMPLING, lambda: next(steps))
     for result, output in zip(results, outputs, strict=True):
         for reason, length in zip(result.finish_reasons, output.lengths, strict=True):
             assert (reason, length) == (FinishReason.CUT, 3) or (reason is FinishReason.EOS and length <= 3)
@@ -197,7 +199,7 @@ def test_a_request_that_cannot_fit_is_refused_before_anything_is_written(engine)
     ):
         output.tokens.fill(5)
         with pytest.raises(ValueError, match="output"):
-            engine.generate([request], [output], SAMPLING)
+            base.generate(engine, [request], [output], SAMPLING)
         assert (output.tokens == 5).all()
     endless = SamplingConfig(max_new_tokens=10_000)
     with pytest.raises(ValueError, match="positions"):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from dockyard_actors.engines import base
 from dockyard_actors.engines.base import GroupOutput, GroupRequest, SamplingConfig
 from dockyard_actors.engines.hf import HFEngine, HFEngineConfig
 from dockyard_actors.policy.batch import GroupRows, TrainBatch
@@ -52,6 +53,15 @@ def engine_of(config: LlamaConfig | None = None, seed: int = 0, engine: HFEngine
     return started
 
 
+def weights_of(policy: Policy, dtype: str = "float32"):
+    """(views, manifest) as a trainer publishes them."""
+    manifest = policy.manifest(dtype)
+    kind = np.float32 if dtype == "float32" else np.uint16
+    views = {entry.name: np.zeros(entry.shape, kind) for entry in manifest.entries}
+    policy.write_weights(views)
+    return views, manifest
+
+
 PROMPTS = (
     "def f(a,b): # sum of a and b\n return a-b\n@@\n",
     "def f(x,y): # x squared\n return x\n@@\n",
@@ -83,7 +93,7 @@ class Sampled(NamedTuple):
 
 def generate(engine: HFEngine, requests: list[GroupRequest], sampling: SamplingConfig) -> Sampled:
     outputs = [GroupOutput.allocate(request.n, sampling.max_new_tokens) for request in requests]
-    engine.generate(requests, outputs, sampling)
+    base.generate(engine, requests, outputs, sampling)
     return Sampled(requests, outputs)
 
 

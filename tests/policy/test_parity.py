@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dockyard_actors.engines import base
 from dockyard_actors.engines.base import GroupOutput, GroupRequest, SamplingConfig
 from dockyard_actors.engines.hf import HFEngine
 from dockyard_actors.policy.batch import TrainBatch
@@ -73,6 +74,6 @@ def test_engine_and_policy_agree_on_smollm2():
     ids = [np.array(policy.tokenizer.encode(prompt), dtype=np.int32) for prompt in prompts]
     requests = [GroupRequest(k, p, 4, tuple(range(4 * k, 4 * k + 4)), ("\n",)) for k, p in enumerate(ids)]
     outputs = [GroupOutput.allocate(4, 24) for _ in requests]
-    engine.generate(requests, outputs, SamplingConfig(max_new_tokens=24))
+    base.generate(engine, requests, outputs, SamplingConfig(max_new_tokens=24))
     batch = TrainBatch.build(group_rows(Sampled(requests, outputs)), 4096)
     assert (policy.score(batch) - batch.behaviour_logprobs).abs().max() <= 1e-4
