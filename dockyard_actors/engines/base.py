@@ -188,7 +188,8 @@ class Engine(Protocol):
     def submit(
         self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig, resume: GroupResult | None = None
     ) -> None:
-        """Queues a group; it joins the running ones at a later `step`. The output is cleared, and filled step by step.
+        """Queues a group; it joins the running ones at a later `step`. The output is cleared, filled step by step, and read back
+        when keys are computed anew: nobody else may touch it until the group is returned.
 
         resume: what `abort` returned for the same request and output: its CUT completions go on behind the tokens they have,
         which keep their logprobs and versions. Raises ValueError for a misfit or a key in use, EngineError before the first
@@ -202,7 +203,7 @@ class Engine(Protocol):
 
     def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
         """Ends these groups (all when None) now: completions that had not ended are CUT and keep their tokens. Keys that are
-        unknown, or ended before, are left out. A later `submit(resume=…)` may continue them."""
+        unknown, or already returned, are left out. A later `submit(resume=…)` may continue them."""
         ...
 
     def update_weights(
@@ -238,8 +239,14 @@ def generate(
     is then CUT. For an engine that nobody else steps: offline evaluation, tests, benchmarks."""
     if len(requests) != len(outputs):
         raise ValueError(f"{len(requests)} requests but {len(outputs)} outputs; one each")
-    for request, output in zip(requests, outputs, strict=True):
-        engine.submit(request, output, sampling)
+    submitted: list[int] = []
+    try:
+        for request, output in zip(requests, outputs, strict=True):
+            engine.submit(request, output, sampling)
+            submitted.append(request.key)
+    except BaseException:
+        engine.abort(submitted)
+        raise
     done: dict[int, GroupResult] = {}
     while engine.unfinished:
         if should_stop is not None and should_stop():
