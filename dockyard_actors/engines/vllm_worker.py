@@ -62,7 +62,7 @@ def _pack(model: torch.nn.Module) -> None:
     layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.ndim == 2]
     if not layers:
         return
-    from vllm import _custom_ops as operations  # pyright: ignore[reportMissingImports]
+    import vllm._custom_ops as operations  # pyright: ignore[reportMissingImports]
 
     handlers: dict[int, Any] = {}
     for layer in layers:

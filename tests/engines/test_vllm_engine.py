@@ -392,6 +392,17 @@ def test_a_failure_half_way_makes_the_engine_unusable_until_it_is_started_again(
         np.testing.assert_allclose(logprobs, bench.logprobs(5, ids)[prompt - 1 :], atol=CLOSE)
 
 
+def test_a_completion_that_vllm_says_came_from_other_weights_is_an_error(bench, engine):
+    run = Run(engine, requests_of(n=2)).steps(5)
+    engine.llm.set_weight_version("77")
+    with pytest.raises(EngineError, match=r"weight versions .*77.*restart"):
+        run.end()
+    engine.close()
+    bench.open()
+    bench.put(0)
+    Run(engine, requests_of(n=2)).end()
+
+
 # Groups that are taken back.
 
 
