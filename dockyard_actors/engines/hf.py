@@ -20,15 +20,13 @@ from dockyard_actors.engines.base import (
     GroupResult,
     Manifest,
     SamplingConfig,
-    WeightsMismatch,
 )
 from dockyard_actors.engines.hf_batch import Batch, LiveGroup, LiveModel, Row, causal, columns, new_tokens
 from dockyard_actors.engines.kvcache import ATTENTION
+from dockyard_actors.engines.manifest import check_manifest
 from dockyard_actors.engines.sampling import greedy
 from dockyard_actors.engines.stops import StopTable
 from dockyard_actors.transport.torch_views import as_torch
-
-VIEW_DTYPES = {"float32": "float32", "bfloat16": "uint16"}
 
 
 @dataclass(frozen=True)
@@ -138,10 +136,8 @@ class HFEngine:
         if version < self.version:
             raise EngineError(f"weight version {version} is older than the live one ({self.version})")
         live = dict(self.model.named_parameters())
-        problems = _differences(live, views, manifest)
-        if problems:
-            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise WeightsMismatch(f"weights of version {version} do not fit {type(self.model).__name__}: {shown}")
+        shapes = {name: tuple(parameter.shape) for name, parameter in live.items()}
+        check_manifest(shapes, views, manifest, f"weights of version {version} do not fit {type(self.model).__name__}")
         for entry in manifest.entries:
             live[entry.name].copy_(as_torch(views[entry.name]))
         self._version = version
@@ -250,25 +246,3 @@ class HFEngine:
             logits = batch.forward()
         token, logprob = greedy(logits.float(), temperature)
         return int(token), float(logprob)
-
-
-def _differences(live: Mapping[str, torch.Tensor], views: Mapping[str, np.ndarray], manifest: Manifest) -> list[str]:
-    problems = []
-    named = [entry.name for entry in manifest.entries]
-    problems += [f"{name} is missing" for name in live if name not in set(named)]
-    if len(set(named)) < len(named):
-        problems.append("the manifest names a tensor twice")
-    for entry in manifest.entries:
-        if entry.name not in live:
-            problems.append(f"{entry.name} is unknown to the model")
-        elif entry.dtype not in VIEW_DTYPES:
-            problems.append(f"{entry.name} has dtype {entry.dtype}, expected one of {', '.join(VIEW_DTYPES)}")
-        elif tuple(entry.shape) != tuple(live[entry.name].shape):
-            problems.append(f"{entry.name} has shape {tuple(entry.shape)}, the model {tuple(live[entry.name].shape)}")
-        elif (view := views.get(entry.name)) is None:
-            problems.append(f"{entry.name} is in the manifest but has no view")
-        elif view.dtype != VIEW_DTYPES[entry.dtype] or tuple(view.shape) != tuple(entry.shape):
-            problems.append(
-                f"the view of {entry.name} is {view.dtype}{view.shape}, not {entry.dtype}{tuple(entry.shape)}"
-            )
-    return problems
