@@ -14,7 +14,7 @@ from dockyard_actors.config import Config, load_config
 from dockyard_actors.observe.metrics import read_metrics
 
 TINY = Path(__file__).parents[2] / "launch" / "configs" / "repair_tiny.yaml"
-STEPS = 60
+STEPS = 50
 HANG_S = 1800.0
 # A run of a configuration that `up` would refuse: this program is the flag that no configuration has.
 UNCHECKED = """
@@ -67,7 +67,7 @@ def stale(warm: Path, *overrides: str) -> Config:
             f"model.source={warm}",
             "warmup.steps=0",
             f"grpo.max_num_steps={STEPS}",
-            "optimizer.schedule=constant",
+            "optimizer.lr=1.6e-3",  # at 1e-3 the uncorrected run falls and gets up again, for as long as one watches
             "async_grpo.max_trajectory_age_steps=4",
             "generation.engine=hf",
             "generation.max_batch_rows=640",  # all that the budget allows is generated at once, so that it gets old
@@ -88,4 +88,4 @@ def test_m2po_learns_from_data_of_age_four_where_no_correction_collapses(warm: P
     start, end, collapsed = sum(m2po[:3]) / 3, sum(m2po[-10:]) / 10, sum(uncorrected[-10:]) / 10
     print(f"reward at the start {start:.3f}, after {STEPS} steps: m2po {end:.3f}, no correction {collapsed:.3f}")
     assert end > start + 0.2
-    assert collapsed < start
+    assert collapsed < start / 2
