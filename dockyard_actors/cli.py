@@ -193,13 +193,14 @@ def _resume(path: Path) -> int:
     from dockyard_actors.config import from_resolved
     from dockyard_actors.launcher import ALL_ROLES, launch
     from dockyard_actors.observe.summary import read_summary
+    from dockyard_actors.plan import with_engine
     from dockyard_actors.roles.journal import JournalDamaged, read_journal
     from dockyard_actors.roles.ledger import Event, Opened
 
     resolved = path / "config.resolved.yaml"
     if not resolved.is_file():
         raise UsageError(f"{path}: no run to resume there (config.resolved.yaml is missing)")
-    config = from_resolved(resolved.read_text())
+    config, _ = with_engine(from_resolved(resolved.read_text()))  # the engine may have been uninstalled since
     done = read_summary(path / "summary.json")
     if done is not None and done.status == "completed":
         print(

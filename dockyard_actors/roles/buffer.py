@@ -46,7 +46,7 @@ class Buffer(Actor):
         self.groups: dict[int, Held] = {}
         self._changed = asyncio.Event()
         self._accepting: set[asyncio.Task[m.Pushed]] = set()
-        self._trainer_deaths = 0
+        self._dead_trainer = 0  # newest incarnation of the trainer that is known to be dead
 
     async def on_start(self) -> None:
         self.report = Reporter(self, doing="holding groups")
@@ -58,7 +58,7 @@ class Buffer(Actor):
             task.cancel()
 
     async def on_death(self, death: Death) -> None:
-        self._trainer_deaths += 1
+        self._dead_trainer = max(self._dead_trainer, death.incarnation)
         self._wake()  # a question that outlived its trainer ends
         log.log(
             logging.INFO if death.clean else logging.WARNING,
@@ -131,11 +131,15 @@ class Buffer(Actor):
     async def take(self, msg: m.TakeGroups) -> m.Batch:
         loop = asyncio.get_running_loop()
         until = loop.time() + msg.wait_s
-        deaths = self._trainer_deaths
+        if msg.incarnation <= self._dead_trainer:
+            return m.Batch((), 0)  # whoever asked is dead and would take the groups with it
+        for lease in msg.holding:
+            if (held := self.groups.get(lease)) is not None:
+                held.taken = True
         while True:
             await self._expire(msg.version, msg.max_age)
-            if deaths != self._trainer_deaths:
-                return m.Batch((), 0)  # whoever asked is dead and would take the groups with it
+            if msg.incarnation <= self._dead_trainer:
+                return m.Batch((), 0)
             ready = [held for held in self.groups.values() if not held.taken]
             if len(ready) >= msg.count:
                 chosen = choose(ready, msg.count)

@@ -219,10 +219,15 @@ class Controller(Actor):
             self._record(RolledBack(msg.step, back))
             self.metrics.resumed(msg.step)
             log.warning("rolled back to step %d: %d leases are in flight again", msg.step, len(back))
+        elif self.ledger.fresh_step >= 0:  # it publishes anew: what is generated until then would be a version older
+            self._record(Fresh(self.ledger.version, -1))
         return m.Welcome(self.ledger.step, self.ledger.version, len(back))
 
     async def next_version(self, msg: m.NextVersion) -> m.VersionIs:
-        self._record(Published(self.ledger.version + 1))
+        if self.ledger.version <= msg.above:
+            self._record(Published(self.ledger.version + 1))
+        else:
+            self._record()  # given out before, in a reply that was lost with this process
         return m.VersionIs(self.ledger.version)
 
     async def engines_fresh(self, msg: m.EnginesFresh) -> m.Done:
@@ -239,7 +244,11 @@ class Controller(Actor):
                 seed=config.run.seed,
                 steps=config.grpo.max_num_steps,
             )
-        if msg.step != self.ledger.fresh_step:
+        if msg.step > self.ledger.step:
+            log.warning(
+                "weights of step %d are those of a trainer that is gone: the run is at %d", msg.step, self.ledger.step
+            )
+        elif msg.step != self.ledger.fresh_step:
             self._record(Fresh(msg.version, msg.step))
         self._wake()
         return m.Done()

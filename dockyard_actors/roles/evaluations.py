@@ -36,7 +36,8 @@ class Evaluations:
         self.config = trainer.config
         self.tasks = trainer.tasks
         self.pinned: asyncio.Task[None] | None = None  # an evaluation beside training
-        self.due = False
+        self.due = 0  # the step whose evaluation waits for the evaluator
+        self.put_off = 0  # the due step of which it was said that it is put off
 
     async def run(self, when: str, version: int, step: int, examples: int = 0) -> None:
         """Pass rates of both splits at T=1 and greedily, shared out over the rollouts, which do nothing else meanwhile."""
@@ -69,8 +70,12 @@ class Evaluations:
         version: int,
         step: int,
         examples: int = 0,
+        again: bool = True,
     ) -> list[RolloutSample]:
-        """Has one split evaluated and reports its record. Returns the examples that were asked for."""
+        """Has one split evaluated and reports its record. Returns the examples that were asked for.
+
+        again: whether an engine that died meanwhile is asked once more; one that pulls no weights by itself cannot answer then.
+        """
         started = time.perf_counter()
         replies = await asyncio.gather(
             *(
@@ -85,7 +90,7 @@ class Evaluations:
                         examples=examples,
                     ),
                     deadline_s=self.config.eval.timeout_s,
-                    retry=True,
+                    retry=again,
                 )
                 for index, name in enumerate(members)
             )
@@ -100,30 +105,43 @@ class Evaluations:
     def when_due(self, ref: WeightRef, canary: m.Canary | None, step: int) -> None:
         """Every eval.every steps, or as soon after as the evaluator is done with the evaluation before."""
         every, last = self.config.eval.every, step >= self.config.grpo.max_num_steps
-        self.due |= bool(every and step and step % every == 0)
+        if every and step and step % every == 0 and not last:
+            self.due = step
         if self.due and not last and (self.pinned is None or self.pinned.done()):
-            self.due = False
-            self.pinned = self.trainer.ctx.spawn(self._evaluate_pinned(ref, canary, step), name=f"evaluate step {step}")
+            self.pinned = self.trainer.ctx.spawn(
+                self._pinned(ref, canary, step, self.due), name=f"evaluate step {step}"
+            )
+            self.due = 0
 
-    async def _evaluate_pinned(self, ref: WeightRef, canary: m.Canary | None, step: int) -> None:
+    async def _pinned(self, ref: WeightRef, canary: m.Canary | None, step: int, due: int) -> None:
         """The evaluator takes a copy of these weights and keeps it while training goes on."""
         try:
             await self.trainer.ctx.ref("evaluator").ask(
                 m.UpdateWeights(ref=ref, canary=canary), deadline_s=self.config.weight_sync.timeout_s
             )
             for split, mode, tasks in self._evaluations():
-                await self._evaluate(["evaluator"], split, mode, tasks, ref.version, step)
+                if self.trainer.stop_reason:
+                    return
+                await self._evaluate(["evaluator"], split, mode, tasks, ref.version, step, again=False)
         except (
             ActorError
         ) as error:  # its weights were replaced before it had them, or it died: the next version will do
             log.warning("the evaluation of step %d is put off: %s", step, error)
-            await self.trainer.tell(m.Warn(text=f"the evaluation of step {step} was put off to a later one: {error}"))
-            self.due = True
+            if self.put_off != due:
+                self.put_off = due
+                text = f"the evaluation of step {due} was put off to a later step: {error}"
+                await self.trainer.tell(m.Warn(text=text))
+            self.due = self.due or due
 
     async def finish(self) -> None:
-        if self.pinned is not None and not self.trainer.stop_reason:
+        """Waits for the evaluation that is under way, unless the run was asked to stop, and says what will not be evaluated any more."""
+        if self.pinned is not None and not self.pinned.done():
             self.trainer.report("waits for the evaluator")
-            await self.pinned
+            stopped = asyncio.ensure_future(self.trainer.stopping.wait())
+            await asyncio.wait([self.pinned, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stopped.cancel()
+        if self.due and not self.trainer.stop_reason:
+            await self.trainer.tell(m.Warn(text=f"the evaluation of step {self.due} was never made"))
 
     def _eval_train(self) -> tuple[Task, ...]:
         """A fixed, seeded choice of training tasks."""

@@ -128,7 +128,9 @@ class VersionIs(msgspec.Struct, frozen=True, tag=True):
 
 
 class NextVersion(Message[VersionIs], frozen=True, tag=True):
-    """The next weight version: journalled, never repeated."""
+    """The next weight version: journalled, never repeated. Retryable: one that was given out beyond `above` is given again."""
+
+    above: int  # the newest version that the trainer knows of
 
 
 class EnginesFresh(Message[Done], frozen=True, tag=True):
@@ -274,6 +276,10 @@ class TakeGroups(Message[Batch], frozen=True, tag=True):
     version: int
     max_age: int
     wait_s: float
+    incarnation: int = 1  # of the trainer: the question of a dead one is not answered
+    holding: tuple[
+        int, ...
+    ] = ()  # leases that it took and has not stepped: a restarted buffer does not know who has them
 
 
 class ReleaseGroups(Message[Done], frozen=True, tag=True):

@@ -54,6 +54,9 @@ class Trainer(Actor):
         self.sync: WeightSynchronizer | None = None
         self.members = [f"rollout-{index}" for index in range(config.rollout.count)]
         self.stop_reason = ""
+        self.stopping = asyncio.Event()
+        self.version = -1  # the newest that was ever given out, as far as this process knows
+        self.holding: set[int] = set()  # leases that were taken and are not stepped yet
         self.computing = False
         self.admitting = False  # deliveries open admission; not before the first evaluation is over
         self.delivery: asyncio.Task[None] | None = None
@@ -95,7 +98,7 @@ class Trainer(Actor):
         while learner.step < steps:
             clock = PhaseClock()
             groups = await self.next_batch(version)
-            if groups is None:
+            if groups is None or self.stop_reason:
                 break
             clock.lap("wait_batch")
             outcome = await self.train(groups, version)
@@ -147,6 +150,7 @@ class Trainer(Actor):
     async def join(self) -> None:
         """Says where the checkpoint stands: what the journal has beyond it goes back in flight."""
         welcome = await self.tell(m.TrainerStarts(step=self.learner.step))
+        self.version = welcome.newest_version
         if welcome.rolled_back:
             log.warning("resumed at step %d; %d leases were put back in flight", welcome.step, welcome.rolled_back)
 
@@ -158,7 +162,7 @@ class Trainer(Actor):
         trace, written = self.report.trace, time.time()
         with trace.waiting("sync", "engines"):
             await self.delivered()
-        version = (await self.tell(m.NextVersion())).version
+        version = self.version = (await self.tell(m.NextVersion(above=self.version))).version
         if self.sync is None:
             publisher = await self.compute(self.learner.publisher, self.fd_client, self.config.weight_sync.dtype)
             self.sync = WeightSynchronizer(self.ctx, publisher, self.members, self.config.weight_sync.timeout_s)
@@ -245,11 +249,19 @@ class Trainer(Actor):
         count = self.config.grpo.num_prompts_per_step
         while not self.stop_reason:
             batch = await self.ctx.ref("buffer").ask(
-                m.TakeGroups(count=count, version=version, max_age=self.config.max_age, wait_s=TAKE_WAIT_S),
+                m.TakeGroups(
+                    count=count,
+                    version=version,
+                    max_age=self.config.max_age,
+                    wait_s=TAKE_WAIT_S,
+                    incarnation=self.ctx.incarnation,
+                    holding=tuple(self.holding),
+                ),
                 deadline_s=self.config.supervision.start_timeout_s,
                 retry=True,
             )
             if batch.groups:
+                self.holding |= {group.meta.lease for group in batch.groups}
                 return batch.groups
             if not self.computing:
                 self.report(f"waits for a batch: {batch.ready} of {count} groups are ready")
@@ -267,8 +279,9 @@ class Trainer(Actor):
         ack = await self.tell(
             m.StepDone(step=self.learner.step, version=version, trained=outcome.trained, filtered=outcome.filtered)
         )
-        if ack.stop and not self.stop_reason:
-            self.stop_reason = "asked to stop"
+        self.holding -= {*outcome.trained, *(lease for lease, _ in outcome.filtered)}
+        if ack.stop:
+            self.stop("asked to stop")
         return outcome
 
     async def checkpoint(self) -> None:
@@ -278,8 +291,13 @@ class Trainer(Actor):
         await self.tell(m.CheckpointDone(step=self.learner.step))
 
     async def stop_training(self, msg: m.StopTraining) -> m.Done:
-        self.stop_reason = msg.reason
+        self.stop(msg.reason)
         return m.Done()
+
+    def stop(self, reason: str) -> None:
+        """The step under way ends, nothing else begins."""
+        self.stop_reason = self.stop_reason or reason
+        self.stopping.set()
 
 
 def step_record(outcome: StepOutcome, groups: tuple[m.OpenGroup, ...], version: int, clock: PhaseClock) -> StepRecord:

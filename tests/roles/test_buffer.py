@@ -274,3 +274,27 @@ async def test_a_refusal_of_the_journal_is_the_pushers_to_know(tmp_path: Path) -
             await world.push(grant)
         assert not world.buffer.groups
         del world.controller._commit
+
+
+async def test_a_restarted_buffer_gives_no_group_twice_that_a_living_trainer_holds(tmp_path: Path) -> None:
+    """The trainer holds the batch that it trains and the one that it asked for meanwhile; the journal knows of neither."""
+    async with world_of(tmp_path, "async_grpo.max_trajectory_age_steps=2") as world:
+        for grant in await world.lease(6):
+            await world.push(grant)
+        first = await world.take(2)
+        second = await world.take(2, holding=tuple(first))
+        await world.restart_buffer()
+        third = await world.take(2, holding=(*first, *second))
+        assert sorted([*first, *second, *third]) == [0, 1, 2, 3, 4, 5]
+        assert await world.take(2, version=9, holding=(*first, *second, *third)) == []
+        assert world.ledger.summary()["expired"] == 0, "what is held is not expired either"
+
+
+async def test_the_late_question_of_a_dead_trainer_takes_nothing(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        for grant in await world.lease(4):
+            await world.push(grant)
+        await world.trainer_dies()
+        late = m.TakeGroups(count=2, version=0, max_age=1, wait_s=0.0, incarnation=1, holding=(0, 1, 2, 3))
+        assert await world.ask("buffer", late) == m.Batch((), 0)
+        assert await world.take(4) == [0, 1, 2, 3]

@@ -50,7 +50,7 @@ async def test_in_sync_mode_nothing_is_admitted_between_a_step_and_fresh_engines
         await world.lease(2)
         await world.step([0, 1])
         assert await world.lease(4) == ()
-        version = (await world.ask("controller", m.NextVersion())).version
+        version = (await world.ask("controller", m.NextVersion(above=world.ledger.version))).version
         assert await world.lease(4) == ()
         await world.ask("controller", m.EnginesFresh(version=version, step=1))
         assert len(await world.lease(4)) == 2
@@ -77,7 +77,7 @@ async def test_a_controller_restarted_between_step_and_fresh_engines_admits_noth
         await world.lease(2)
         await world.step([0, 1])
         if published:
-            await world.ask("controller", m.NextVersion())
+            await world.ask("controller", m.NextVersion(above=world.ledger.version))
         await world.restart_controller()
         assert await world.lease(4) == ()
         await world.publish()
@@ -385,10 +385,36 @@ async def test_a_push_is_owned_once_and_only_while_its_lease_is_open(tmp_path: P
 
 async def test_a_version_is_journalled_before_it_is_told(tmp_path: Path) -> None:
     async with world_of(tmp_path, open=False) as world:
-        assert (await world.ask("controller", m.NextVersion())).version == 0
+        assert (await world.ask("controller", m.NextVersion(above=world.ledger.version))).version == 0
         assert world.journal[-1] == Published(0)
         await world.restart_controller()
-        assert (await world.ask("controller", m.NextVersion())).version == 1
+        assert (await world.ask("controller", m.NextVersion(above=world.ledger.version))).version == 1
+
+
+async def test_a_version_whose_reply_was_lost_is_told_again(tmp_path: Path) -> None:
+    async with world_of(tmp_path, open=False) as world:
+        assert (await world.ask("controller", m.NextVersion(above=-1))).version == 0
+        await world.restart_controller()
+        assert (await world.ask("controller", m.NextVersion(above=-1))).version == 0
+        assert (await world.ask("controller", m.NextVersion(above=0))).version == 1
+
+
+async def test_a_trainer_that_starts_closes_admission_until_its_own_weights_are_out(tmp_path: Path) -> None:
+    """It publishes the same weights anew: what is generated until then would be a version older for nothing."""
+    async with world_of(tmp_path) as world:
+        await world.ask("controller", m.TrainerStarts(step=0))
+        assert await world.lease(4) == ()
+        await world.publish()
+        assert len(await world.lease(4)) == 4
+
+
+async def test_fresh_engines_of_a_trainer_that_is_gone_open_nothing(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        await world.lease(2)
+        await world.step([0, 1])
+        await world.ask("controller", m.TrainerStarts(step=0))
+        await world.ask("controller", m.EnginesFresh(version=1, step=1))
+        assert await world.lease(4) == ()
 
 
 async def test_status_counts_what_the_journal_counts(tmp_path: Path) -> None:

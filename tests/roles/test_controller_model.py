@@ -217,7 +217,7 @@ class Life:
     async def publish(self, pick: int) -> None:
         model = self.model
         model.version += 1
-        assert (await self.controller.next_version(m.NextVersion())).version == model.version
+        assert (await self.controller.next_version(m.NextVersion(above=model.version - 1))).version == model.version
         if pick % 2:
             await self.restart(pick)
         await self.controller.engines_fresh(m.EnginesFresh(version=model.version, step=model.step))
@@ -233,8 +233,7 @@ class Life:
             del model.trained_at[lease]
             model.open[lease] = None
         model.rolled_back |= bool(back)
-        if to != model.step:
-            model.step, model.fresh_step = to, -1
+        model.step, model.fresh_step = to, -1
         await self.publish(0)
 
     async def restart(self, pick: int) -> None:

@@ -92,6 +92,7 @@ class World:
         for directory in (self.run_dir.ledger, self.run_dir.checkpoints, self.run_dir.rollouts):
             directory.mkdir(parents=True, exist_ok=True)
         self.plane = LocalPlane("test", config.data_plane.blocks, config.data_plane.block_bytes)
+        self.trainer = 1  # incarnation of whoever takes batches
         self.controller: Controller
         self.buffer: Buffer
 
@@ -127,7 +128,7 @@ class World:
     # ---- what roles do
 
     async def publish(self) -> int:
-        version = (await self.ask("controller", m.NextVersion())).version
+        version = (await self.ask("controller", m.NextVersion(above=self.ledger.version))).version
         await self.ask("controller", m.EnginesFresh(version=version, step=self.ledger.step))
         return version
 
@@ -156,8 +157,18 @@ class World:
     async def push(self, grant: m.Granted, version: int = 0, rewards: tuple[float, ...] = (1.0, 0.0)) -> m.Pushed:
         return await self.ask("buffer", m.PushGroup(meta=meta_of(grant, version, rewards), ref=self.sealed()))
 
-    async def take(self, count: int, version: int = 0, max_age: int = 1, wait_s: float = 0.0) -> list[int]:
-        batch = await self.ask("buffer", m.TakeGroups(count=count, version=version, max_age=max_age, wait_s=wait_s))
+    async def take(
+        self, count: int, version: int = 0, max_age: int = 1, wait_s: float = 0.0, holding: tuple[int, ...] = ()
+    ) -> list[int]:
+        message = m.TakeGroups(
+            count=count,
+            version=version,
+            max_age=max_age,
+            wait_s=wait_s,
+            incarnation=self.trainer,
+            holding=holding,
+        )
+        batch = await self.ask("buffer", message)
         return [group.meta.lease for group in batch.groups]
 
     async def step(self, trained: Sequence[int], filtered: Sequence[int] = (), version: int = 0) -> m.StepAck:
@@ -178,7 +189,8 @@ class World:
         await self.controller.on_death(Death(name, incarnation, "killed by SIGKILL"))
 
     async def trainer_dies(self) -> None:
-        await self.buffer.on_death(Death("trainer", 1, "killed by SIGKILL"))
+        self.trainer += 1
+        await self.buffer.on_death(Death("trainer", self.trainer - 1, "killed by SIGKILL"))
 
 
 @asynccontextmanager
