@@ -187,6 +187,11 @@ def refusals(config: Config) -> list[str]:
             f"data_plane.block_bytes: {config.data_plane.block_bytes} is too small for a group of {tokens} tokens; "
             f"raise it to {1 << (tokens * 24).bit_length()}"
         )
+    if config.weight_sync.pause == "wait" and config.weight_sync.timeout_s <= config.group.deadline_s:
+        found.append(
+            f"weight_sync.timeout_s: {config.weight_sync.timeout_s:g} s with weight_sync.pause 'wait' must be above group.deadline_s "
+            f"({config.group.deadline_s:g} s): an engine with one slow group would be restarted with all its groups"
+        )
     if config.warmup.steps and config.model.source != "tiny":
         found.append(
             f"warmup.steps: {config.warmup.steps} with model.source {config.model.source!r}: the warm-up corpus is written in the "

@@ -46,6 +46,7 @@ def test_what_is_written_to_the_run_directory_reads_back_the_same() -> None:
         ("data_plane.block_bytes=4096", "raise it to"),
         ("async_grpo.max_trajectory_age_steps=0", "grpo.mode: sync"),
         ("warmup.steps=3", "set warmup.steps=0"),
+        ("weight_sync.pause=wait", "must be above group.deadline_s"),
     ],
 )
 def test_a_refusal_names_the_key_and_the_way_out(override: str, told: str) -> None:

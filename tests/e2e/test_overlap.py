@@ -49,6 +49,7 @@ def test_every_pause_mode_trains_to_the_end_with_ages_within_bounds(tmp_path: Pa
         tmp_path,
         "grpo.max_num_steps=12",
         f"weight_sync.pause={pause}",
+        "weight_sync.timeout_s=400",
         "async_grpo.max_trajectory_age_steps=2",
         "eval.before=false",
         "eval.after=false",
