@@ -8,10 +8,21 @@ from pathlib import Path
 import pytest
 
 from dockyard_actors import plan as module
-from dockyard_actors.plan import MIB, parameters, plan, render_plan
+from dockyard_actors.config import ConfigError
+from dockyard_actors.plan import MIB, parameters, plan, render_plan, with_engine
 from tests.roles.world import config_of, tasks_of
 
 TASKS = tasks_of()
+
+
+@pytest.fixture(autouse=True)
+def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine has free at the moment is not these tests' business."""
+
+    class Large:
+        available = 1 << 40
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: Large)
 
 
 def test_the_plan_lists_every_process_that_will_run_and_nothing_else() -> None:
@@ -20,6 +31,26 @@ def test_the_plan_lists_every_process_that_will_run_and_nothing_else() -> None:
     assert sorted(names) == sorted(
         ["agent", "controller", "trainer", "buffer", "broker", "executor", "rollout-0", "rollout-1", "rollout-2"]
     )
+
+
+def test_an_evaluator_runs_only_when_something_is_evaluated_in_between() -> None:
+    names = [process["name"] for process in plan(config_of("eval.every=5"), TASKS)["processes"]]
+    assert names.count("evaluator") == 1
+    assert "evaluator" not in [process["name"] for process in plan(config_of(), TASKS)["processes"]]
+
+
+@pytest.mark.parametrize("asked", ["auto", "hf"])
+def test_the_engine_is_decided_with_its_reason_before_anything_starts(asked: str) -> None:
+    config, why = with_engine(config_of(f"generation.engine={asked}"))
+    assert config.generation.engine in ("vllm", "hf")
+    assert why
+    assert with_engine(config)[0] == config, "what is decided stays"
+
+
+def test_an_engine_that_cannot_run_the_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 96, "num_attention_heads": 6}')
+    with pytest.raises(ConfigError, match=r"generation\.engine: "):
+        with_engine(config_of("generation.engine=vllm", f"model.source={tmp_path}"))
 
 
 def test_it_is_plain_data_and_readable_text() -> None:
@@ -34,7 +65,7 @@ def test_it_is_plain_data_and_readable_text() -> None:
 
 def test_memory_is_the_sum_of_its_parts_and_grows_with_them() -> None:
     one, two = plan(config_of(), TASKS)["memory_mib"], plan(config_of("rollout.count=2"), TASKS)["memory_mib"]
-    assert two["total"] - one["total"] >= module.BASE_MIB["rollout"]
+    assert two["total"] - one["total"] >= module.ENGINE_MIB["hf"]
     slabs = plan(config_of("data_plane.blocks=512", "data_plane.block_bytes=1048576"), TASKS)["memory_mib"]["slabs"]
     assert slabs == 512
     report = plan(config_of(), TASKS)
