@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import Figures, Options, figure, note
-from dockyard_actors.config import load_config
+from dockyard_actors.config import ENV_PREFIX, load_config
 from dockyard_actors.observe.idle import idle_report
 from dockyard_actors.observe.metrics import read_metrics
 from dockyard_actors.plan import with_engine
@@ -126,7 +126,8 @@ def _train(directory: Path, model: Path, engine: str, seed: int, size: str, over
 def _launch(directory: Path, overrides: Sequence[str]) -> None:
     done = subprocess.run(
         [*LAUNCH, f"run.dir={directory}", "eval.before=false", "eval.after=false", *overrides],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # Keys of ours in the environment would configure another run than the one that is described.
+        env={k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=RUN_S,
