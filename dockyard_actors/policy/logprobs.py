@@ -16,7 +16,8 @@ def token_logprobs(
     """log softmax(hidden weight^T / temperature) at the targets, and the entropy of that distribution.
 
     hidden (U, H), differentiable; weight (V, H), differentiable; targets (N,) int64, target n scored by the distribution
-    of hidden[owner[n]]; owner (N,) int64, ascending. At most `chunk` rows of logits exist at once.
+    of hidden[owner[n]]; owner (N,) int64, ascending. Logits exist for `chunk` rows at once, or for a block
+    of the vocabulary going backward.
     Products run in hidden.dtype, softmax in float32.
     Returns logprobs (N,) and entropy (N,), detached, in nats (zeros unless asked for), both float32.
     """
