@@ -31,13 +31,6 @@ Value = int | float | str
 WAY = ("lease", "generate", "score", "push", "buffered", "train", "sync")
 """Spans of a group's own track, in the order of its way: queue before the first decode step, decoding, verdicts, push, in the buffer, in a
 training step, until the engines hold the version that this step led to."""
-NAMES = {
-    "trainer": ("wait_batch", "batch", "train", "write_weights", "sync", "checkpoint", "evaluate", "warm_up"),
-    "rollout": ("generate", "wait_budget", "sync.copy", "sync.canary"),
-    "broker": ("score",),
-}
-"""Spans of the roles' own tracks. `wait_*` are waits; so is `sync` when the trainer does nothing else meanwhile."""
-
 GROUPS_PID = (
     1  # the row of Perfetto that holds the group tracks; roles follow, in the order in which they first said something
 )
