@@ -12,14 +12,14 @@ import psutil
 
 from dockyard_actors.config import Config, ConfigError
 from dockyard_actors.engines.base import EngineError
-from dockyard_actors.engines.choose import choose_engine
+from dockyard_actors.engines.choose import choose_engine, head_size
 from dockyard_actors.tasks.types import TaskSet
 
 MIB = 1 << 20
 # Resident memory measured on the development machine: interpreter with the role's imports, model not counted.
 BASE_MIB = {"controller": 90, "buffer": 60, "broker": 60, "executor": 60, "trainer": 420, "agent": 80}
 ENGINE_MIB = {"hf": 420, "vllm": 900, "auto": 900}
-HEAD_DIMS = {"smollm2-135m": 64, "tiny": 32}
+KNOWN_HEADS = {"smollm2-135m": 64, "tiny": 32}
 PARAMETERS = {"smollm2-135m": 134_515_008, "tiny": 230_000}
 # Measured peak of a training step with SmolLM2-135M: 1.6 MiB a packed token; taken as proportional to the parameters.
 ACTIVATION_BYTES = 1.6 * MIB / PARAMETERS["smollm2-135m"]
@@ -34,21 +34,20 @@ def parameters(source: str) -> int | None:
     return sum(file.stat().st_size for file in files) // 2 if files else None
 
 
-def head_dim(source: str) -> int | None:
-    """Of a known model or of a model directory; None when its config.json cannot say."""
-    if source in HEAD_DIMS:
-        return HEAD_DIMS[source]
+def heads_of(source: str) -> int | None:
+    """Size of an attention head of a known model or of a model directory; None when its config.json cannot say."""
+    if source in KNOWN_HEADS:
+        return KNOWN_HEADS[source]
     try:
-        described = json.loads((Path(source) / "config.json").read_text())
-        return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return head_size(json.loads((Path(source) / "config.json").read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 def with_engine(config: Config) -> tuple[Config, str]:
     """The configuration with generation.engine decided, and why. Raises ConfigError when the engine that is asked for cannot be had."""
     try:
-        kind, why = choose_engine(config.generation.engine, head_dim(config.model.source))
+        kind, why = choose_engine(config.generation.engine, heads_of(config.model.source))
     except (EngineError, ValueError) as error:
         raise ConfigError(f"generation.engine: {error}") from None
     return config.model_copy(update={"generation": config.generation.model_copy(update={"engine": kind})}), why

