@@ -168,12 +168,8 @@ class Engine(Protocol):
 
     @property
     def max_tokens(self) -> int | None:
-        """Positions the model has, prompt and completion together; None when it sets no bound."""
-        ...
-
-    @property
-    def token_capacity(self) -> int:
-        """Tokens (prompts and completions) that its KV memory holds at once. Work beyond waits inside the engine."""
+        """Most tokens that one completion may have, its prompt included, by the model's positions and by the engine's KV
+        memory; None when neither sets a bound. `submit` takes whatever fits, and what has no room yet waits inside."""
         ...
 
     @property
@@ -215,12 +211,14 @@ class Engine(Protocol):
         ...
 
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """Logprobs (T-1,) float32 of ids[1:] given what precedes each, computed from scratch: no cache is read."""
+        """Logprobs (T-1,) float32 of ids[1:] given what precedes each, computed from scratch: no cache is read. `score` and
+        `next_token` advance no group: until `step`, no token is drawn from weights that they are to prove."""
         ...
 
     def next_token(self, ids: np.ndarray, temperature: float = 1.0) -> tuple[int, float]:
-        """The most likely token behind `ids` and its logprob, computed the way generation does, cached prefixes included: with
-        `score` it shows whether a cache outlived its weights."""
+        """The most likely token behind `ids` and its logprob, computed the way generation does. `score` and `next_token`
+        advance no group. Where prompts share cached prefixes (vLLM), `score` then shows whether keys outlived their weights;
+        where no group reads what another wrote (HF), only whether decoding agrees with a forward pass."""
         ...
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ from dockyard_actors.engines.base import (
     Manifest,
     SamplingConfig,
 )
-from dockyard_actors.engines.hf_batch import Batch, LiveGroup, LiveModel, Row, causal, columns, new_tokens
+from dockyard_actors.engines.groups import LiveGroup
+from dockyard_actors.engines.hf_batch import Batch, LiveModel, Row, causal, columns
 from dockyard_actors.engines.kvcache import ATTENTION
 from dockyard_actors.engines.manifest import check_manifest
 from dockyard_actors.engines.sampling import greedy
@@ -110,10 +111,6 @@ class HFEngine:
         return getattr(self.model.config, "max_position_embeddings", None)
 
     @property
-    def token_capacity(self) -> int:
-        return self.config.max_batch_tokens
-
-    @property
     def unfinished(self) -> int:
         return len(self._groups)
 
@@ -153,19 +150,7 @@ class HFEngine:
             raise EngineError("the engine has no weights yet: call update_weights() first")
         if request.key in self._groups:
             raise ValueError(f"group {request.key}: a group with this key is not finished yet")
-        new = new_tokens(request, sampling)
-        output.check(request, new)
-        if limit is not None and request.prompt_ids.size + new > limit:
-            raise ValueError(
-                f"group {request.key}: {request.prompt_ids.size} prompt + {new} new tokens exceed the model's "
-                f"{limit} positions"
-            )
-        group = LiveGroup(request, output, sampling)
-        if resume is None:
-            output.clear()
-        else:
-            group.resume(resume)
-        self._groups[request.key] = group
+        self._groups[request.key] = LiveGroup(request, output, sampling, resume, limit)
 
     @torch.no_grad()
     def step(self) -> list[GroupResult]:
@@ -235,7 +220,9 @@ class HFEngine:
 
     @torch.no_grad()
     def next_token(self, ids: np.ndarray, temperature: float = 1.0) -> tuple[int, float]:
-        """The most likely token behind `ids` and its logprob: all but the last are prefilled, the last is decoded."""
+        """The most likely token behind `ids` and its logprob: all but the last are prefilled, the last is decoded, both in a
+        cache of their own. With `score` it proves that decoding is right, not that running completions forgot their old keys:
+        groups share no cache here, so nothing of theirs is read; that `update_weights` recomputes it is proven by tests."""
         ids = np.asarray(ids, dtype=np.int32)
         sampling = SamplingConfig(temperature, max_new_tokens=2, greedy=True)
         request = GroupRequest(0, ids[:-1] if ids.size > 1 else ids, n=1, seeds=(0,))

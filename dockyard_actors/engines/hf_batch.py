@@ -11,65 +11,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from dockyard_actors.engines.base import FinishReason, GroupOutput, GroupRequest, GroupResult, SamplingConfig
+from dockyard_actors.engines.base import FinishReason
+from dockyard_actors.engines.groups import LiveGroup
 from dockyard_actors.engines.kvcache import RowCache
 from dockyard_actors.engines.sampling import greedy, sample, uniforms
 from dockyard_actors.engines.stops import StopTable
 
-SEED_MASK = (1 << 64) - 1
 EXTEND_TOKENS = 8192  # rows x positions of one forward pass over tokens that rows have already: bounds its memory
 
 
-class LiveGroup:
-    """A group between `submit` and its result. reasons[i]: None while completion i goes on; waiting: those in no batch yet."""
-
-    def __init__(self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig) -> None:
-        self.request, self.output, self.sampling = request, output, sampling
-        self.limit = new_tokens(request, sampling)
-        self.reasons: list[FinishReason | None] = [None] * request.n
-        self.waiting: list[int] = list(range(request.n))
-
-    def resume(self, before: GroupResult) -> None:
-        """Takes up what `abort` returned; the output has the tokens still. Raises ValueError when it does not belong here."""
-        lengths, key = self.output.lengths, self.request.key
-        facts = {
-            "key": (before.key, key),
-            "completions": (len(before.finish_reasons), self.request.n),
-            "prompt tokens": (before.prompt_tokens, int(self.request.prompt_ids.size)),
-            "new tokens": (before.new_tokens, int(lengths.sum())),
-        }
-        for name, (theirs, ours) in facts.items():
-            if theirs != ours:
-                raise ValueError(f"group {key}: resumes a result with {name} {theirs}, request and output have {ours}")
-        if ((lengths < 0) | (lengths > self.output.tokens.shape[1])).any():
-            raise ValueError(f"group {key}: resumes lengths {lengths.tolist()}, beyond its output")
-        full = lengths >= self.limit
-        for i, reason in enumerate(before.finish_reasons):
-            if reason is not FinishReason.CUT:
-                self.reasons[i] = reason
-            elif full[i]:
-                self.reasons[i] = FinishReason.LENGTH
-        self.waiting = [i for i, reason in enumerate(self.reasons) if reason is None]
-
-    @property
-    def ended(self) -> bool:
-        return None not in self.reasons
-
-    def result(self) -> GroupResult:
-        """What there is now: a completion that goes on is CUT."""
-        reasons = tuple(FinishReason.CUT if reason is None else reason for reason in self.reasons)
-        size, new = int(self.request.prompt_ids.size), int(self.output.lengths.sum())
-        return GroupResult(self.request.key, reasons, size, new)
-
-
 Row = tuple[LiveGroup, int]  # completion i of a group
-
-
-def new_tokens(request: GroupRequest, sampling: SamplingConfig) -> int:
-    """Most tokens that a completion of this group may have."""
-    if request.max_new_tokens is None:
-        return sampling.max_new_tokens
-    return min(request.max_new_tokens, sampling.max_new_tokens)
 
 
 def columns(rows: Sequence[Row]) -> int:
@@ -112,7 +63,7 @@ class Batch:
 
     def _seat(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
-        self.seeds = np.array([group.request.seeds[i] & SEED_MASK for group, i in rows], dtype=np.uint64)
+        self.seeds = np.array([group.seed(i) for group, i in rows], dtype=np.uint64)
         self.limit = np.array([group.limit for group, _ in rows])
         self.done = np.array([int(group.output.lengths[i]) for group, i in rows])
         self.prompt_sizes = torch.tensor([group.request.prompt_ids.size for group, _ in rows])

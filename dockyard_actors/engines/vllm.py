@@ -5,9 +5,8 @@ the Hugging Face engine. Knows nothing of tasks, rewards or where weights come f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,11 @@ from dockyard_actors.engines.base import (
     Manifest,
     SamplingConfig,
 )
+from dockyard_actors.engines.groups import LiveGroup, check_length
 from dockyard_actors.engines.manifest import check_manifest
 from dockyard_actors.engines.stops import StopTable
 from dockyard_actors.engines.vllm_worker import FIRST, GREEDY, PROMPT, SEED, TEMPERATURE
 from dockyard_actors.transport.torch_views import as_torch
-
-SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -63,30 +61,13 @@ class _Stops:
     suspects: np.ndarray
 
 
-@dataclass
-class _Group:
-    request: GroupRequest
-    output: GroupOutput
-    sampling: SamplingConfig
-    limit: int
-    stops: _Stops
-    reasons: list[FinishReason | None]
-    left: int = 0  # completions that have not ended
-
-    def result(self) -> GroupResult:
-        reasons = tuple(FinishReason.CUT if reason is None else reason for reason in self.reasons)
-        return GroupResult(self.request.key, reasons, int(self.request.prompt_ids.size), int(self.output.lengths.sum()))
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Row:
     """One completion as one request of vLLM. first: tokens it had before this request."""
 
-    group: _Group
+    group: LiveGroup
     index: int
-    name: str
     first: int
-    running: bool = field(default=False)  # vLLM has it
 
 
 class VLLMEngine:
@@ -94,28 +75,23 @@ class VLLMEngine:
 
     load: gives (structure of the model, tokenizer, ids that end a completion); called by `start`. The model is built from
     its structure alone: weights always come through `update_weights`.
-    version: of weights that a caller knows to be live; None, the normal case, until the first update.
     """
 
     def __init__(
         self,
         load: Callable[[], tuple[PretrainedConfig, PreTrainedTokenizerBase, Sequence[int]]],
         config: VLLMEngineConfig | None = None,
-        version: int | None = None,
     ) -> None:
         self._load = load
         self.config = config or VLLMEngineConfig()
-        self._first_version = self.version = -1 if version is None else version
+        self.version = -1
         self._llm: Any = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._table: StopTable | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._stops: dict[tuple[str, ...], _Stops] = {}
-        self._groups: dict[int, _Group] = {}
-        self._rows: dict[str, _Row] = {}
-        self._waiting: deque[_Row] = deque()  # vLLM gets no more rows than it may run, so that `score` finds a place
-        self._running = 0
-        self._ended: dict[int, GroupResult] = {}  # not yet returned by `step`
+        self._groups: dict[int, LiveGroup] = {}  # by key, in order of submission
+        self._rows: dict[str, _Row] = {}  # what vLLM has, by its name there: never more than it may run at once
         self._names = 0
         self._broken: str | None = None
 
@@ -133,7 +109,7 @@ class VLLMEngine:
         self._llm = vllm_boot.open_engine(
             structure,
             dtype=self.config.dtype,
-            rows=self.config.max_batch_rows + 1,  # one for `score`
+            rows=self.config.max_batch_rows,
             kv_cache_bytes=self.config.kv_cache_bytes,
             max_model_len=self.config.max_model_len,
             threads=self.config.threads,
@@ -142,9 +118,8 @@ class VLLMEngine:
     def close(self) -> None:
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            self._broken, self.version = None, self._first_version
-            self._groups, self._rows, self._ended, self._running = {}, {}, {}, 0
-            self._waiting.clear()
+            self._broken, self.version = None, -1
+            self._groups, self._rows = {}, {}
             vllm_boot.close_engine(llm)
 
     @property
@@ -164,16 +139,11 @@ class VLLMEngine:
 
     @property
     def max_tokens(self) -> int | None:
-        return int(self.llm.model_config.max_model_len)
-
-    @property
-    def token_capacity(self) -> int:
-        cache = self.llm.vllm_config.cache_config
-        return (cache.num_gpu_blocks - 1) * cache.block_size  # one block stands for 'none'
+        return vllm_boot.longest_completion(self.llm)
 
     @property
     def unfinished(self) -> int:
-        return len(self._groups) + len(self._ended)
+        return len(self._groups)
 
     # Groups.
 
@@ -181,56 +151,29 @@ class VLLMEngine:
         self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig, resume: GroupResult | None = None
     ) -> None:
         """Queues a group (see engines/base.py). A resumed completion draws what it would have drawn without the break."""
+        longest = self.max_tokens
         self._need_weights()
-        if request.key in self._groups or request.key in self._ended:
+        if request.key in self._groups:
             raise ValueError(f"group {request.key}: a group with this key is not finished yet")
-        limit = min(sampling.max_new_tokens, request.max_new_tokens or sampling.max_new_tokens)
-        output.check(request, limit)
-        self._check_length(f"group {request.key}", request.prompt_ids.size, limit)
-        reasons: list[FinishReason | None] = [None] * request.n
-        if resume is None:
-            output.clear()
-        elif resume.key != request.key or len(resume.finish_reasons) != request.n:
-            raise ValueError(
-                f"group {request.key}: resume is a result of group {resume.key} with {len(resume.finish_reasons)} completions"
-            )
-        else:
-            for i, reason in enumerate(resume.finish_reasons):
-                full = output.lengths[i] >= limit
-                reasons[i] = reason if reason is not FinishReason.CUT else FinishReason.LENGTH if full else None
-        group = _Group(request, output, sampling, limit, self._stops_of(request.stop), reasons)
-        for i in range(request.n):
-            if reasons[i] is None:
-                self._names += 1
-                row = _Row(group, i, str(self._names), int(output.lengths[i]))
-                self._rows[row.name] = row
-                self._waiting.append(row)
-                group.left += 1
-        self._groups[request.key] = group
-        if not group.left:
-            self._end(group)
+        self._groups[request.key] = LiveGroup(request, output, sampling, resume, longest)
 
     def step(self) -> list[GroupResult]:
         llm = self.llm
         self._admit()
-        if self._running:
+        if self._rows:
             self._consume(self._advance(llm))
-        ended, self._ended = self._ended, {}
-        return list(ended.values())
+        ended = [key for key, group in self._groups.items() if group.ended]
+        return [self._groups.pop(key).result() for key in ended]
 
     def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
         llm = self.llm
-        chosen = [k for k in (*self._ended, *self._groups) if keys is None or k in keys]
-        named = {id(self._groups[k]) for k in chosen if k in self._groups}
-        rows = [row for row in self._rows.values() if id(row.group) in named]
-        llm.abort_request([row.name for row in rows if row.running])
-        for row in rows:
-            self._forget(row)
-        self._waiting = deque(row for row in self._waiting if row.name in self._rows)
-        for key in chosen:
-            if key in self._groups:
-                self._end(self._groups[key])
-        return [self._ended.pop(key) for key in chosen]
+        chosen = [key for key in self._groups if keys is None or key in keys]
+        gone = [self._groups.pop(key) for key in chosen]
+        names = [name for name, row in self._rows.items() if row.group in gone]
+        llm.abort_request(names)
+        for name in names:
+            del self._rows[name]
+        return [group.result() for group in gone]
 
     # Weights.
 
@@ -270,30 +213,24 @@ class VLLMEngine:
         return int(completion.token_ids[0]), float(completion.logprobs.logprobs[0])
 
     def _ask(self, ids: np.ndarray, temperature: float, **how: Any) -> Any:
-        """The answer to a request of one greedy token, ahead of all others. What others get meanwhile is theirs."""
+        """The answer to a request of one greedy token, for which everything else stands still."""
+        llm = self.llm
         self._need_weights()
-        self._check_length("the sequence", ids.size, 1)
-        self._names += 1
-        name = f"ask-{self._names}"
+        check_length("the sequence", ids.size, 1, self.max_tokens)
         params = self._params(SamplingConfig(temperature, 1, greedy=True), 1, ids.size, **how)
-        self._add(name, ids.tolist(), params, priority=-1)
-        while True:
-            outputs = self._advance(self.llm)
-            self._consume(output for output in outputs if output.request_id != name)
-            for output in outputs:
-                if output.request_id == name and output.finished:
-                    return output
+        with vllm_boot.alone(llm) as make_room:
+            name = self._add(ids.tolist(), params)
+            while True:
+                for output in self._advance(llm):
+                    if output.request_id == name and output.finished:
+                        return output
+                make_room()
 
     # Between the two.
 
     def _need_weights(self) -> None:
-        if self.llm is not None and self.version < 0:
+        if self.version < 0:
             raise EngineError("the engine has no weights yet: call update_weights() first")
-
-    def _check_length(self, what: str, prompt: int, new: int) -> None:
-        limit = min(self.max_tokens or self.token_capacity, self.token_capacity)
-        if prompt + new > limit:
-            raise ValueError(f"{what}: {prompt} given + {new} new tokens exceed the engine's {limit} positions")
 
     def _stops_of(self, strings: tuple[str, ...]) -> _Stops:
         if strings not in self._stops:
@@ -319,7 +256,7 @@ class VLLMEngine:
             ignore_eos=True,  # vLLM knows no tokenizer: stop_token_ids has what ends a completion
             output_kind=RequestOutputKind.DELTA,
             extra_args={
-                SEED: seed & SEED_MASK,
+                SEED: seed,
                 PROMPT: prompt,
                 FIRST: first,
                 TEMPERATURE: sampling.temperature,
@@ -330,27 +267,34 @@ class VLLMEngine:
         params.skip_clone = True  # nobody else changes it
         return params
 
-    def _add(self, name: str, ids: list[int], params: Any, priority: int = 0) -> None:
+    def _add(self, ids: list[int], params: Any) -> str:
+        """Gives vLLM a request; returns its name."""
         from vllm.inputs.engine import tokens_input  # pyright: ignore[reportMissingImports]
 
-        self.llm.add_request(name, tokens_input(ids), params, priority=priority)
+        self._names += 1
+        name = str(self._names)
+        self.llm.add_request(name, tokens_input(ids), params)
+        return name
 
     def _admit(self) -> None:
-        while self._waiting and self._running < self.config.max_batch_rows:
-            row = self._waiting.popleft()
-            group, i = row.group, row.index
-            ids = np.concatenate([group.request.prompt_ids, group.output.tokens[i, : row.first]]).tolist()
-            params = self._params(
-                group.sampling,
-                new=group.limit - row.first,
-                prompt=int(group.request.prompt_ids.size),
-                first=row.first,
-                seed=group.request.seeds[i],
-                stop_token_ids=group.stops.tokens,
-            )
-            self._add(row.name, ids, params)
-            row.running = True
-            self._running += 1
+        """Hands completions to vLLM in their order, as many as it may run."""
+        for group in self._groups.values():
+            room = self.config.max_batch_rows - len(self._rows)
+            if not room:
+                break
+            begun, group.waiting = group.waiting[:room], group.waiting[room:]
+            for i in begun:
+                row = _Row(group, i, int(group.output.lengths[i]))
+                ids = np.concatenate([group.request.prompt_ids, group.output.tokens[i, : row.first]]).tolist()
+                params = self._params(
+                    group.sampling,
+                    new=group.limit - row.first,
+                    prompt=group.prompt_tokens,
+                    first=row.first,
+                    seed=group.seed(i),
+                    stop_token_ids=self._stops_of(group.request.stop).tokens,
+                )
+                self._rows[self._add(ids, params)] = row
 
     def _advance(self, llm: Any) -> list[Any]:
         try:
@@ -372,19 +316,16 @@ class VLLMEngine:
             if output.finished:
                 self._check_finished(row, reason, completion)
             elif reason is not None:
-                stopped.append(row.name)
+                stopped.append(output.request_id)
             if reason is not None:
                 row.group.reasons[row.index] = reason
-                self._forget(row)
-                row.group.left -= 1
-                if not row.group.left:
-                    self._end(row.group)
+                del self._rows[output.request_id]
         if stopped:
             self.llm.abort_request(stopped)
 
     def _write(self, row: _Row, token: int, logprob: float) -> FinishReason | None:
         assert self._table is not None
-        output, i, stops = row.group.output, row.index, row.group.stops
+        output, i, stops = row.group.output, row.index, self._stops_of(row.group.request.stop)
         at = int(output.lengths[i])
         output.tokens[i, at], output.logprobs[i, at], output.versions[i, at] = token, logprob, self.version
         output.lengths[i] = at + 1
@@ -404,11 +345,3 @@ class VLLMEngine:
                 f"({completion.finish_reason}, weight versions {told}) but not here ({reason}, {written})"
             )
             raise EngineError(f"the engine is unusable since {self._broken}; restart it")
-
-    def _forget(self, row: _Row) -> None:
-        del self._rows[row.name]
-        self._running -= row.running
-
-    def _end(self, group: _Group) -> None:
-        del self._groups[group.request.key]
-        self._ended[group.request.key] = group.result()

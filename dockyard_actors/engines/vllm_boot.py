@@ -9,6 +9,9 @@ import dataclasses
 import inspect
 import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +79,40 @@ def close_engine(llm: Any) -> None:
     llm.engine_core.shutdown()
 
 
+def longest_completion(llm: Any) -> int:
+    """Most tokens that a request may have, its prompt included: a longer one would wait for room in the cache for ever."""
+    cache = llm.vllm_config.cache_config
+    held = (cache.num_gpu_blocks - 1) * cache.block_size  # one block stands for 'none'
+    return int(min(llm.model_config.max_model_len, held))
+
+
+@contextmanager
+def alone(llm: Any) -> Iterator[Callable[[], None]]:
+    """Inside, vLLM schedules only requests that are added inside; the others keep their keys and their order. Yields what takes
+    the keys from the one that would wait longest, for a step that found no room: it computes them anew, as after any preemption.
+    """
+    scheduler = _scheduler(llm)
+    running, waiting = scheduler.running, scheduler.waiting
+    scheduler.running, scheduler.waiting = [], type(waiting)()
+
+    def make_room() -> None:
+        if scheduler.running:  # a long prompt is being computed in parts
+            return
+        victim = running.pop()
+        scheduler._preempt_request(victim, time.monotonic(), drop_stale_output=True)
+        scheduler.waiting.remove_request(victim)
+        waiting.prepend_request(victim)
+
+    try:
+        yield make_room
+    finally:
+        scheduler.running, scheduler.waiting = running, waiting
+
+
+def _scheduler(llm: Any) -> Any:
+    return llm.engine_core.engine_core.scheduler
+
+
 def parameter_shapes(structure: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the Hugging Face model's parameters by name; tied ones appear once. Allocates nothing."""
     return {name: tuple(parameter.shape) for name, parameter in _skeleton(structure).named_parameters()}
@@ -114,7 +151,6 @@ def _open(
         "kv_cache_memory_bytes": kv_cache_bytes,
         "enable_prefix_caching": True,
         "async_scheduling": False,
-        "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
@@ -128,6 +164,7 @@ def _open(
         parallel_state.cleanup_dist_env_and_memory()
         raise
     try:
+        check_scheduler(found, llm)
         if llm.model_config.use_mla:
             raise EngineError("models with latent attention keep derived weights, which cannot be updated in place")
         llm.collective_rpc("dockyard_prepare")
@@ -175,6 +212,19 @@ def _check_features(found: str, engine: Any) -> None:
         "SamplingParams(skip_reading_prefix_cache=…)": "skip_reading_prefix_cache"
         in inspect.signature(SamplingParams).parameters,
     }
+    _need(found, present)
+
+
+def check_scheduler(found: str, llm: Any) -> None:
+    """What `alone` takes hold of."""
+    scheduler = getattr(getattr(getattr(llm, "engine_core", None), "engine_core", None), "scheduler", None)
+    present = {f"Scheduler.{name}": hasattr(scheduler, name) for name in ("running", "waiting", "_preempt_request")}
+    queue = getattr(scheduler, "waiting", None)
+    present |= {f"RequestQueue.{name}": hasattr(queue, name) for name in ("prepend_request", "remove_request")}
+    _need(found, present)
+
+
+def _need(found: str, present: dict[str, bool]) -> None:
     lacking = [name for name, there in present.items() if not there]
     if lacking:
         raise EngineError(f"{found} lacks {', '.join(lacking)}; {VERSIONS} is needed")
