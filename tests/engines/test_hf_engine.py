@@ -1,6 +1,6 @@
-from __future__ import annotations
+"""What the HF engine draws, where completions end, and what it refuses."""
 
-from types import SimpleNamespace
+from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from dockyard_actors.engines.base import (
     GroupOutput,
     GroupRequest,
     SamplingConfig,
-    WeightsMismatch,
 )
 from dockyard_actors.engines.hf import HFEngine, HFEngineConfig
 from dockyard_actors.policy.tiny import tiny_tokenizer
@@ -22,10 +21,8 @@ from tests.policy.models import (
     engine_of,
     generate,
     grouped_config,
-    policy_of,
     requests_of,
     sharp_model,
-    weights_of,
 )
 
 SAMPLING = SamplingConfig(max_new_tokens=40)
@@ -128,57 +125,6 @@ def test_should_stop_cuts_between_steps_and_keeps_what_there_is(engine):
         for reason, length in zip(result.finish_reasons, output.lengths, strict=True):
             assert (reason, length) == (FinishReason.CUT, 3) or (reason is FinishReason.EOS and length <= 3)
     assert sum(result.finish_reasons.count(FinishReason.CUT) for result in results) > 4
-
-
-def test_swapped_weights_generate_as_if_they_had_been_loaded():
-    engine, policy = engine_of(seed=0), policy_of(sharp_model(seed=5))
-    generate(engine, requests_of(), SAMPLING)  # whatever is cached of the old weights must not matter
-    views, manifest = weights_of(policy)
-    for view in views.values():
-        view.flags.writeable = False  # as sealed shared memory is
-    engine.update_weights(views, manifest, version=9)
-    swapped = generate(engine, requests_of(), SAMPLING).outputs
-    fresh = generate(engine_of(seed=5), requests_of(), SAMPLING).outputs
-    for a, b in zip(swapped, fresh, strict=True):
-        np.testing.assert_array_equal(a.tokens, b.tokens)
-        assert set(a.versions[a.versions >= 0].tolist()) == {9}
-
-
-def test_bfloat16_bytes_reach_a_float32_engine():
-    engine, policy = engine_of(seed=0), policy_of(sharp_model(seed=5))
-    views, manifest = weights_of(policy, "bfloat16")
-    engine.update_weights(views, manifest, version=1)
-    for name, parameter in engine.model.named_parameters():
-        assert torch.equal(parameter, policy.parameters[name].to(torch.bfloat16).float())
-
-
-def entry(name: str, dtype: str, shape: tuple[int, ...]):
-    return SimpleNamespace(name=name, dtype=dtype, shape=shape)
-
-
-def test_a_manifest_that_does_not_fit_changes_nothing():
-    engine = engine_of()
-    before = {name: p.clone() for name, p in engine.model.named_parameters()}
-    views, manifest = weights_of(policy_of(sharp_model(seed=5)))
-    entries = [entry(e.name, e.dtype, tuple(e.shape)) for e in manifest.entries]
-    last = entries[-1]
-    misfits = {
-        "is missing": (entries[:-1], views),
-        "is unknown": ([*entries, entry("lm_head.weight", "float32", (99, 96))], views),
-        "twice": ([*entries, last], views),
-        "has shape": ([*entries[:-1], entry(last.name, "float32", (1, 2))], views),
-        "has dtype": ([*entries[:-1], entry(last.name, "int8", last.shape)], views),
-        "has no view": (entries, {n: v for n, v in views.items() if n != last.name}),
-        "the view of": (entries, {**views, last.name: views[last.name].astype(np.float64)}),
-    }
-    for reason, (some, given) in misfits.items():
-        with pytest.raises(WeightsMismatch, match=reason):
-            engine.update_weights(given, SimpleNamespace(entries=some), version=3)
-    assert engine.version == 0
-    assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters())
-    engine.update_weights(views, manifest, version=3)
-    with pytest.raises(EngineError, match="older than the live one"):
-        engine.update_weights(views, manifest, version=2)
 
 
 def test_an_engine_without_weights_refuses_to_generate():
