@@ -82,7 +82,7 @@ def survives(directory: Path, kills: int, seed: int, *overrides: str) -> None:
         run.end()
 
 
-@pytest.mark.parametrize("mode", ["keep", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.slow)])
 def test_an_engine_killed_in_each_phase_of_a_sync(tmp_path: Path, mode: str) -> None:
     survives(tmp_path, 4, 0, f"weight_sync.pause={mode}")
 
