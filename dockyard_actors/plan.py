@@ -18,7 +18,7 @@ from dockyard_actors.tasks.types import TaskSet
 MIB = 1 << 20
 # Resident memory measured on the development machine: interpreter with the role's imports, model not counted.
 BASE_MIB = {"controller": 90, "buffer": 60, "broker": 60, "executor": 60, "trainer": 420, "agent": 80}
-ENGINE_MIB = {"hf": 420, "vllm": 900, "auto": 900}
+ENGINE_MIB = {"hf": 420, "vllm": 1700, "auto": 1700}
 KNOWN_HEADS = {"smollm2-135m": 64, "tiny": 32}
 PARAMETERS = {"smollm2-135m": 134_515_008, "tiny": 230_000}
 # Measured peak of a training step with SmolLM2-135M: 1.6 MiB a packed token; taken as proportional to the parameters.
@@ -82,12 +82,17 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
     engines = [f"rollout-{index}" for index in range(config.rollout.count)]
     generation = config.generation
     for name in [*engines, *(["evaluator"] if config.eval.every else [])]:
-        cache = generation.kv_cache_mib if generation.engine != "hf" else 0
+        vllm = generation.engine != "hf"
+        cache, copies = (
+            (generation.kv_cache_mib, 2) if vllm else (0, 1)
+        )  # vllm packs the weights for the CPU beside them
         processes.append(
             {
                 "name": name,
                 "what": f"{generation.engine} engine, {generation.dtype}, {generation.threads} threads",
-                "memory_mib": ENGINE_MIB[generation.engine] + cache + (n * BYTES[generation.dtype] // MIB if n else 0),
+                "memory_mib": ENGINE_MIB[generation.engine]
+                + cache
+                + (copies * n * BYTES[generation.dtype] // MIB if n else 0),
             }
         )
     total = sum(p["memory_mib"] for p in processes) + (arena * config.rollout.count + (weights or 0)) // MIB
