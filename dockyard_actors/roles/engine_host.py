@@ -10,7 +10,7 @@ import logging
 import time
 
 from dockyard_actors.config import Config
-from dockyard_actors.engines.base import Engine, SamplingConfig, WeightsMismatch
+from dockyard_actors.engines.base import Engine, EngineError, SamplingConfig, WeightsMismatch
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.canary import LIMITS, check_canary
 from dockyard_actors.roles.engine_driver import EngineDriver, SuspectWeights
@@ -25,6 +25,21 @@ from dockyard_actors.transport.weights_shm import WeightReader
 
 log = logging.getLogger(__name__)
 
+# The agent kills at the whole supervision.stop_grace_s, the runtime cancels on_stop at its own limit: the rest is for what else must end.
+STOP_SHARE = 0.4
+
+
+class OlderWeights(EngineError):
+    """The engine holds newer weights than the ones offered. Nothing was copied."""
+
+
+class TornWeights(SuspectWeights):
+    """The slot was given to another version while the engine copied it: newer weights are there, or about to be."""
+
+
+class UnloadableWeights(SuspectWeights):
+    """The engine failed to load weights whose bytes were right: asking again would not help."""
+
 
 class EngineHost(Actor):
     """One process with one engine. Subclasses say what it generates for."""
@@ -37,6 +52,7 @@ class EngineHost(Actor):
         self.sampling = SamplingConfig(
             temperature=config.generation.temperature, max_new_tokens=config.generation.max_new_tokens
         )
+        self.proven = -1  # version of the newest weights that proved right; the engine's own may be suspect
         self.fresher = asyncio.Event()  # pulsed when the engine got new weights
 
     async def on_start(self) -> None:
@@ -45,10 +61,11 @@ class EngineHost(Actor):
         self.report.facts["engine"] = self.config.generation.engine
         self.driver = EngineDriver(self.engine, self._engine_failed, self._engine_was_busy)
         await self.driver.call(self.engine.start)
+        self.proven = self.engine.version
 
     async def on_stop(self) -> None:
         self.driver.close()
-        await self.driver.closed(self.config.supervision.stop_grace_s)
+        await self.driver.closed(STOP_SHARE * min(self.config.supervision.stop_grace_s, self.ctx.system.config.stop_s))
 
     def _engine_failed(self, error: BaseException) -> None:
         """A decode step raised: nothing can be said of the engine any more. Its agent starts another process."""
@@ -61,8 +78,11 @@ class EngineHost(Actor):
 
     @concurrent
     async def update_weights(self, msg: m.UpdateWeights) -> m.Applied:
-        """Decoding pauses as weight_sync.pause says and goes on only with weights that proved right."""
+        """Decoding pauses as weight_sync.pause says and goes on only with weights that proved right. Raises OlderWeights,
+        WeightsMismatch and DataPlaneError with nothing changed; TornWeights, UnloadableWeights and SuspectWeights (the canary) leave
+        decoding paused."""
         applied = await self.driver.update(lambda: self._apply(msg), self.config.weight_sync.pause)
+        self.proven = max(self.proven, applied.version)
         self.fresher.set()
         self.fresher = asyncio.Event()
         return applied
@@ -71,7 +91,7 @@ class EngineHost(Actor):
         """Copies the slot into the engine. The digest is of the bytes that were read, not of what the ref claims."""
         ref, config, began = msg.ref, self.config.weight_sync, time.perf_counter()
         if ref.version < self.engine.version:
-            raise WeightsMismatch(f"weights version {ref.version} come after {self.engine.version}")
+            raise OlderWeights(f"weights version {ref.version} come after {self.engine.version}")
         manifest = self.weights.manifest(ref)
         log.debug("sync phase copy of version %d", ref.version)
         with self.report.trace.span("sync.copy", version=ref.version), self.weights.open(ref) as views:
@@ -82,11 +102,14 @@ class EngineHost(Actor):
                 )
             try:
                 self.engine.update_weights(views, manifest, ref.version, config.recompute_kv_cache)
-                views.check()  # the slot held this version until the last byte was copied
             except WeightsMismatch:
                 raise
             except Exception as error:
-                raise SuspectWeights(f"weights version {ref.version} arrived torn: {error}") from error
+                raise UnloadableWeights(f"weights version {ref.version} could not be loaded: {error}") from error
+            try:
+                views.check()  # the slot held this version until the last byte was copied
+            except DataPlaneError as error:
+                raise TornWeights(f"weights version {ref.version} arrived torn: {error}") from error
         mismatch = -1.0
         if msg.canary is not None:
             log.debug("sync phase canary of version %d", ref.version)
@@ -101,21 +124,22 @@ class EngineHost(Actor):
         return m.Applied(ref.version, digest, mismatch, time.perf_counter() - began)
 
     async def pull_weights(self) -> None:
-        """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0."""
-        while self.engine.version < 0:
+        """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0. Returns when some
+        weights proved right. Raises WeightsMismatch, UnloadableWeights and SuspectWeights: the next try would end the same way."""
+        while self.proven < 0:
             reply = await self.ctx.ref("trainer").ask(
                 m.CurrentWeights(rollout=self.ctx.name), deadline_s=self.config.supervision.start_timeout_s, retry=True
             )
             if isinstance(reply, m.NoWeights):
                 self.report("waits for the first weights")
                 await self.wait_fresher(1.0)
-            elif reply.ref.version > self.engine.version:  # else the trainer's own push was faster
+            elif self.proven < 0:  # else the trainer's own push was faster
                 try:
                     await self.update_weights(m.UpdateWeights(ref=reply.ref, canary=reply.canary))
-                except (DataPlaneError, SuspectWeights, WeightsMismatch) as error:
-                    if isinstance(error, SuspectWeights) and not isinstance(error.__cause__, DataPlaneError):
-                        raise
-                    log.info("version %d was replaced while it was pulled (%s); asking again", reply.ref.version, error)
+                except (DataPlaneError, OlderWeights, TornWeights) as error:  # most likely replaced while it was pulled
+                    log.warning("weights version %d could not be pulled, asking again: %s", reply.ref.version, error)
+                    self.report("waits for weights that can be pulled")
+                    await self.wait_fresher(1.0)
 
     async def wait_fresher(self, seconds: float) -> None:
         """Returns when new weights arrived, or after so many seconds."""
@@ -128,9 +152,9 @@ class EngineHost(Actor):
 
     @concurrent
     async def evaluate(self, msg: m.Evaluate) -> m.Evaluated:
-        """Waits for the version that is to be evaluated: a restarted engine may be about to pull it."""
+        """Waits for the version that is to be evaluated to prove right: a restarted engine may be about to pull it."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.config.weight_sync.timeout_s
-        while self.engine.version < msg.version and loop.time() < until:
+        while self.proven < msg.version and loop.time() < until:
             await self.wait_fresher(min(1.0, until - loop.time()))
         return await evaluate(self.judge, self.config, self.tasks, self.driver, self.report, msg)

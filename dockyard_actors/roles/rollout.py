@@ -1,7 +1,7 @@
 """The rollout role: leases prompts, samples G responses of each, has them scored, and pushes finished groups.
 
-Every group goes its own way in a task of its own: it joins the engine's running batch when there is room, and its verdicts are awaited
-while the engine generates for others. Tokens, logprobs and versions are written by the engine straight into a slab block; only the
+The groups of one grant join the engine's running batch together, so that in sync mode a run repeats bit by bit; from there every group goes
+its own way in a task of its own, and its verdicts are awaited while the engine generates for others. Tokens, logprobs and versions are written by the engine straight into a slab block; only the
 reference and the metadata travel.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from dockyard_actors.config import Config
 from dockyard_actors.engines.base import Engine, FinishReason, GroupOutput, GroupRequest, GroupResult
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.engine_driver import EngineStopped
+from dockyard_actors.roles.engine_driver import EngineStopped, Generation
 from dockyard_actors.roles.engine_host import EngineHost
 from dockyard_actors.roles.evaluation import decode
 from dockyard_actors.roles.ledger import GroupMeta
@@ -77,45 +77,68 @@ class Rollout(EngineHost):
                     deadline_s=self.config.supervision.start_timeout_s,
                     retry=True,
                 )
-            self.working |= {grant.lease for grant in grants.leases}
-            self.generating += len(grants.leases)
-            for grant in grants.leases:
-                self.ctx.spawn(self._carry(grant, time.time()), name=f"lease {grant.lease}")
+            await self._begin(sorted(grants.leases, key=lambda grant: grant.lease))
 
-    async def _carry(self, grant: m.Granted, granted_s: float) -> None:
-        """One group from its lease to the buffer, or to its end with a cause."""
-        try:
+    async def _begin(self, grants: list[m.Granted]) -> None:
+        """Has the groups of one grant join the engine together, in the order of their leases: which of them share a decode step does not
+        depend on how fast anything here is."""
+        granted_s = time.time()
+        self.working |= {grant.lease for grant in grants}
+        self.generating += len(grants)
+        ready: list[tuple[m.Granted, GroupRequest, Block]] = []
+        for grant in grants:
             request = await self._accept(grant)
             if request is None:
-                return
-            block = await self._block(request)
+                self._slot_left()
+            else:
+                ready.append((grant, request, await self._block(request)))
+        if not ready:
+            return
+        try:
+            generations = self.driver.submit([(request, _output(block)) for _, request, block in ready], self.sampling)
+        except EngineStopped as error:
+            log.info("%d leases are left to whoever gets them next: %s", len(ready), error)
+            for _, _, block in ready:
+                block.abort()
+            self.stopping = True
+            return
+        self.report(f"generates {self.generating} groups at version {self.engine.version}")
+        for (grant, _, block), generation in zip(ready, generations, strict=True):
             self.report.trace.add("lease", granted_s, time.time(), lease=grant.lease)
-            try:
-                result = await self._sample(grant, request, block)
-            except EngineStopped as error:
-                log.info("lease %d is left to whoever gets it next: %s", grant.lease, error)
-                return
+            self.ctx.spawn(self._carry(grant, block, generation), name=f"lease {grant.lease}")
+
+    def _slot_left(self) -> None:
+        self.generating -= 1
+        self.slot_free.set()
+
+    async def _carry(self, grant: m.Granted, block: Block, generation: Generation) -> None:
+        """One group from its first token to the buffer, or to its end with a cause."""
+        try:
+            result = await self._sample(grant, generation)
+        except EngineStopped as error:
+            log.info("lease %d is left to whoever gets it next: %s", grant.lease, error)
+            return
+        except ValueError as error:  # the engine knows limits that `_accept` does not
+            block.abort()
+            await self._close(grant, "filtered", f"too_long: {error}")
+            return
         finally:
-            self.generating -= 1
-            self.slot_free.set()
+            self._slot_left()
         await self._finish(grant, block, result)
 
-    async def _sample(self, grant: m.Granted, request: GroupRequest, block: Block) -> GroupResult:
-        """Generates within group.deadline_s; what is late is cut."""
-        output = _output(block)
-        self.report(f"generates {self.generating} groups at version {self.engine.version}")
+    async def _sample(self, grant: m.Granted, generation: Generation) -> GroupResult:
+        """What was generated within group.deadline_s; the rest is cut."""
+
+        def cut() -> None:
+            log.warning("lease %d is cut: group.deadline_s = %g s", grant.lease, self.config.group.deadline_s)
+            generation.cut()
+
         with self.report.trace.span("generate", lease=grant.lease) as args:
-            generation = asyncio.ensure_future(self.driver.generate(request, output, self.sampling))
+            deadline = asyncio.get_running_loop().call_later(self.config.group.deadline_s, cut)
             try:
-                await asyncio.wait([generation], timeout=self.config.group.deadline_s)
-                if not generation.done():
-                    log.warning("lease %d is cut: group.deadline_s = %g s", grant.lease, self.config.group.deadline_s)
-                    await self.driver.cut(request.key)
-                result = await generation
-            except asyncio.CancelledError:
-                generation.cancel()
-                await asyncio.gather(generation, return_exceptions=True)  # nothing writes into the block any more
-                raise
+                result = await generation.result()
+            finally:
+                deadline.cancel()
             args |= {"prompt": grant.prompt, "tokens": result.new_tokens, "version": self.engine.version}
         self.report.count("tokens", float(result.new_tokens))
         return result

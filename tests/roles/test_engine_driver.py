@@ -1,175 +1,69 @@
-"""Weights change between two decode steps, running groups survive it as the pause mode says, and nobody waits for an engine that is gone."""
+"""Groups join and leave a running engine as they are asked to, each for itself, and nobody waits for an engine that is gone."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 
-from dockyard_actors.engines.base import FinishReason, GroupOutput, GroupRequest, SamplingConfig
-from dockyard_actors.roles.engine_driver import EngineDriver, EngineStopped, PauseMode, SuspectWeights
+from dockyard_actors.engines.base import (
+    EngineError,
+    FinishReason,
+    GroupOutput,
+    GroupRequest,
+    GroupResult,
+    SamplingConfig,
+)
+from dockyard_actors.roles.engine_driver import EngineStopped
+from tests.roles.driving import TEXT, driving, failures, generate, submit, swap, text_of
 from tests.roles.world import PATIENCE_S, ScriptedEngine, eventually
 
-TEXT = "abcdefgh\n"
 
-
-class Turnstile:
-    """Lets the engine's thread take as many steps as were allowed, then holds it at the next one."""
-
-    def __init__(self, engine: ScriptedEngine):
-        self._allowed = threading.Semaphore(0)
-        self.taken = 0
-        self.open = False
-        engine.before_step = self._pass
-
-    def _pass(self) -> None:
-        if not self.open:
-            assert self._allowed.acquire(timeout=PATIENCE_S)
-        self.taken += 1
-
-    def allow(self, steps: int) -> None:
-        for _ in range(steps):
-            self._allowed.release()
-
-    def release(self) -> None:
-        self.open = True
-        self.allow(1)
-
-
-def group(key: int = 7) -> tuple[GroupRequest, GroupOutput]:
-    return GroupRequest(key, np.array([1, 2], np.int32), 2, (0, 1)), GroupOutput.allocate(2, len(TEXT))
-
-
-@asynccontextmanager
-async def driving(texts: tuple[str, ...] = (TEXT,)) -> AsyncIterator[tuple[EngineDriver, ScriptedEngine, Turnstile]]:
-    engine = ScriptedEngine(texts)
-    turnstile = Turnstile(engine)
-    driver = EngineDriver(engine, failures.append)
-    failures.clear()
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            yield driver, engine, turnstile
-    finally:
-        turnstile.release()
-        driver.close()
-        await driver.closed(PATIENCE_S)
-
-
-failures: list[BaseException] = []
-
-
-async def generate(driver: EngineDriver, key: int = 7):
-    request, output = group(key)
-    return asyncio.ensure_future(driver.generate(request, output, SamplingConfig())), output
-
-
-def swap(engine: ScriptedEngine, version: int):
-    def apply() -> int:
-        engine.update_weights({}, None, version)
-        return version
-
-    return apply
-
-
-@pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_running_groups_go_on_under_the_new_weights(mode: PauseMode) -> None:
+async def test_groups_submitted_together_join_at_one_step_in_their_order() -> None:
     async with driving() as (driver, engine, turnstile):
-        running, output = await generate(driver)
-        turnstile.allow(3)
-        await eventually(lambda: turnstile.taken == 3)
-        update = asyncio.ensure_future(driver.update(swap(engine, 1), mode))
-        await asyncio.sleep(0)  # the update is asked for while the fourth step is held
-        turnstile.release()
-        assert await update == 1
-        result = await running
-        assert result.key == 7
-        assert set(result.finish_reasons) == {FinishReason.STOP}
-        assert output.versions[0].tolist() == [0] * 4 + [1] * (len(TEXT) - 4)
-        assert (output.logprobs[0] == -(output.versions[0] + 1.0)).all()
-        assert bytes(output.tokens[0].astype(np.uint8)).decode() == TEXT
-
-
-async def test_wait_lets_running_groups_end_first_and_holds_new_ones_back() -> None:
-    async with driving() as (driver, engine, turnstile):
-        running, before = await generate(driver, 1)
+        joined: list[list[int]] = []
+        engine.before_step, stepping = lambda: (joined.append(list(engine.running)), stepping())[1], engine.before_step
+        (first, _), *rest = submit(driver, 1, 2, 3)
         turnstile.allow(2)
         await eventually(lambda: turnstile.taken == 2)
-        update = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
-        await asyncio.sleep(0)
-        late, after = await generate(driver, 2)
+        late = submit(driver, 4, 5)
         turnstile.release()
-        await asyncio.gather(update, running, late)
-        assert set(before.versions[0].tolist()) == {0}
-        assert set(after.versions[0].tolist()) == {1}
-
-
-async def test_suspect_weights_stop_decoding_until_better_ones_come() -> None:
-    def bad() -> None:
-        engine.version = 1
-        raise SuspectWeights("canary")
-
-    async with driving() as (driver, engine, turnstile):
-        running, output = await generate(driver)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
-        update = asyncio.ensure_future(driver.update(bad, "keep"))
-        await asyncio.sleep(0)
-        turnstile.release()
-        with pytest.raises(SuspectWeights):
-            await update
-        steps = turnstile.taken
-        assert await driver.call(lambda: engine.version) == 1, "it still answers"
-        assert turnstile.taken == steps
-        await driver.update(swap(engine, 2), "keep")
-        await running
-        assert set(output.versions[0].tolist()) == {0, 2}, "no token came from the weights that did not prove right"
-
-
-async def test_an_update_that_changed_nothing_lets_the_engine_go_on() -> None:
-    def refused() -> None:
-        raise ValueError("does not fit")
-
-    async with driving() as (driver, _, turnstile):
-        running, output = await generate(driver)
-        turnstile.release()
-        with pytest.raises(ValueError, match="does not fit"):
-            await driver.update(refused, "keep")
-        await running
-        assert set(output.versions[0].tolist()) == {0}
+        results = await asyncio.gather(first.result(), *(generation.result() for generation, _ in rest + late))
+        assert [result.key for result in results] == [1, 2, 3, 4, 5]
+        seen = [keys for i, keys in enumerate(joined) if i == 0 or keys != joined[i - 1]]
+        assert [len(keys) for keys in seen] == [3, 5, 2], "three, then five, then the two that came later"
+        assert all(keys == sorted(keys) for keys in seen)
 
 
 async def test_a_cut_group_returns_what_it_has() -> None:
     async with driving() as (driver, _, turnstile):
-        running, output = await generate(driver)
+        ((generation, output),) = submit(driver, 7)
         turnstile.allow(3)
         await eventually(lambda: turnstile.taken == 3)
-        cut = asyncio.ensure_future(driver.cut(7))
-        await asyncio.sleep(0)
+        generation.cut()
         turnstile.release()
-        await cut
-        result = await running
+        result = await generation.result()
         assert set(result.finish_reasons) == {FinishReason.CUT}
         assert output.lengths.tolist() == [4, 4]
-        await driver.cut(7)  # once more: it is gone, nothing happens
+        generation.cut()  # once more: it is gone, nothing happens
+        assert await generation.result() == result
 
 
-async def test_a_group_cut_behind_a_waiting_update_has_no_token() -> None:
-    async with driving() as (driver, engine, turnstile):
-        running, _ = await generate(driver, 1)
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
-        update = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
-        late, output = await generate(driver, 2)
-        cut = asyncio.ensure_future(driver.cut(2))
+async def test_cutting_or_cancelling_a_group_spares_others_of_its_key() -> None:
+    async with driving() as (driver, _, turnstile):
+        (cut, _), (kept, output) = submit(driver, 7, 7)
+        cancelled, _ = await generate(driver, 7)
+        turnstile.allow(3)
+        await eventually(lambda: turnstile.taken == 3)
+        cut.cut()
+        cancelled.cancel()
         await asyncio.sleep(0)
         turnstile.release()
-        await asyncio.gather(update, running, cut)
-        assert (await late).finish_reasons == (FinishReason.CUT,) * 2
-        assert not output.lengths.any()
+        assert set((await cut.result()).finish_reasons) == {FinishReason.CUT}
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert set((await kept.result()).finish_reasons) == {FinishReason.STOP}
+        assert text_of(output) == TEXT
 
 
 async def test_a_cancelled_group_is_not_written_any_more() -> None:
@@ -189,6 +83,22 @@ async def test_a_cancelled_group_is_not_written_any_more() -> None:
         assert not output.lengths.any()
 
 
+async def test_a_group_cancelled_twice_still_ends_only_when_nothing_writes() -> None:
+    async with driving() as (driver, engine, turnstile):
+        running, _ = await generate(driver)
+        turnstile.allow(2)
+        await eventually(lambda: turnstile.taken == 2)
+        for _ in range(3):
+            running.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not running.done(), "the engine is in a step and writes"
+        turnstile.release()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert not engine.running
+
+
 async def test_a_group_that_does_not_fit_fails_alone() -> None:
     async with driving() as (driver, engine, turnstile):
         turnstile.release()
@@ -199,6 +109,57 @@ async def test_a_group_that_does_not_fit_fails_alone() -> None:
         engine.max_tokens = None
         fits, _ = await generate(driver, 2)
         await fits
+
+
+async def test_a_group_that_the_engine_refuses_fails_alone() -> None:
+    class Picky(ScriptedEngine):
+        def submit(
+            self,
+            request: GroupRequest,
+            output: GroupOutput,
+            sampling: SamplingConfig,
+            resume: GroupResult | None = None,
+        ) -> None:
+            if not self.requests:
+                self.requests.append(request)
+                raise EngineError("not now")
+            super().submit(request, output, sampling, resume)
+
+    async with driving(engine=Picky((TEXT,))) as (driver, _, turnstile):
+        turnstile.release()
+        (refused, _), (taken, output) = submit(driver, 1, 2)
+        with pytest.raises(EngineError, match="not now"):
+            await refused.result()
+        await taken.result()
+        assert text_of(output) == TEXT
+        assert not failures
+
+
+async def test_a_failed_call_ends_every_wait_behind_it_and_says_why() -> None:
+    class Broken(ScriptedEngine):
+        def abort(self, keys=None):
+            raise EngineError("unusable")
+
+    async with driving(engine=Broken((TEXT,))) as (driver, engine, turnstile):
+        ((running, _),) = submit(driver, 1)
+        await eventually(lambda: engine.running)
+        running.cut()  # raises in the engine's thread; all the rest stands in line behind it
+        ((late, _),) = submit(driver, 2)
+        waiting = [
+            asyncio.ensure_future(awaitable)
+            for awaitable in (
+                running.result(),
+                late.result(),
+                driver.call(lambda: None),
+                driver.update(swap(engine, 1), "keep"),
+            )
+        ]
+        await asyncio.sleep(0)
+        turnstile.release()
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, EngineStopped)
+            assert "EngineError: unusable" in str(result)
+        assert [type(error) for error in failures] == [EngineError]
 
 
 async def test_a_failed_step_ends_every_wait_and_says_why() -> None:
@@ -227,3 +188,16 @@ async def test_closing_ends_every_wait_and_the_engine() -> None:
             await running
         await driver.closed(PATIENCE_S)
         assert engine.closed
+
+
+async def test_it_says_whether_the_thread_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    async with driving() as (driver, engine, turnstile):
+        running, _ = await generate(driver)
+        await eventually(lambda: engine.running)
+        driver.close()
+        assert not await driver.closed(0.0)
+        assert "still runs" in caplog.text
+        turnstile.release()
+        assert await driver.closed(PATIENCE_S)
+        with pytest.raises(EngineStopped):
+            await running

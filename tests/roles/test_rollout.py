@@ -12,19 +12,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from dockyard_actors.observe.rollouts import read_rollouts
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.evaluator import Evaluator
 from dockyard_actors.roles.rollout import Rollout
-from dockyard_actors.roles.synchronizer import digest_of
 from dockyard_actors.runtime.actor import Actor, concurrent
-from dockyard_actors.runtime.errors import RemoteError
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import TaskSet
-from dockyard_actors.transport.tensors import checksum
+from dockyard_actors.transport.tensors import StaleRef, checksum
 from dockyard_actors.transport.weights_shm import WeightManifest, WeightRef
 from tests.roles.world import (
     PATIENCE_S,
@@ -41,20 +37,30 @@ from tests.roles.world import (
 class ScriptedWeights:
     """Test only: weights of one number, the version."""
 
+    def __init__(self, torn: int = 0):
+        self.torn = torn  # how many of the next reads find their slot overwritten at the end
+
     def open(self, ref: WeightRef) -> Any:
-        return _Views(w=weights_of(ref.version))
+        self.torn -= 1
+        return _Views(self.torn >= 0, w=weights_of(ref.version))
 
     def manifest(self, ref: WeightRef) -> WeightManifest:
         return WeightManifest.of({"w": ("float32", (1,))})
 
 
 class _Views(dict[str, np.ndarray]):
+    def __init__(self, torn: bool, **arrays: np.ndarray):
+        super().__init__(arrays)
+        self.torn = torn
+
     def __enter__(self) -> _Views:
         return self
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        if self.torn:
+            raise StaleRef("slot 0 moved on")
 
 
 def weights_of(version: int) -> np.ndarray:
@@ -95,13 +101,16 @@ async def rolling(
     tasks: TaskSet | None = None,
     buffer: Actor | None = None,
     open: bool = True,
+    weights: ScriptedWeights | None = None,
+    kind: type[Rollout] = Rollout,
 ) -> AsyncIterator[Rolling]:
     async with world_of(path, *overrides, tasks=tasks, buffer=buffer is None, open=open) as world:
         if buffer is not None:
             await world.system.start(buffer, "buffer")
         engine, broker = engine or ScriptedEngine(), ScriptedBroker(judge)
         await world.system.start(broker, "broker")
-        rollout = Rollout(world.config, world.tasks, engine, world.plane, ScriptedWeights())  # type: ignore[arg-type]
+        weights = weights or ScriptedWeights()
+        rollout = kind(world.config, world.tasks, engine, world.plane, weights)  # type: ignore[arg-type]
         await world.system.start(rollout, "rollout-0")
         yield Rolling(world, rollout, engine, broker)
 
@@ -155,6 +164,44 @@ async def test_a_prompt_that_fits_no_model_or_is_gone_is_closed_alone_with_its_r
         assert causes["train-0"].startswith("too_long: 90 prompt + 6 new tokens")
         assert causes.get("train-1", "unknown_task").startswith("unknown_task")
         assert ledger.summary()["failed"] == 0
+
+
+async def test_a_prompt_that_only_the_engine_knows_not_to_fit_is_closed_alone_and_frees_its_block(
+    tmp_path: Path,
+) -> None:
+    made = tasks_of()
+    long = msgspec.structs.replace(made.train[0], prompt="x" * 90)
+    engine = ScriptedEngine()
+    engine.token_capacity = 80
+    tasks = msgspec.structs.replace(made, train=(long, *made.train[1:4]))
+    async with rolling(tmp_path, passes_when_one, engine=engine, tasks=tasks) as run:
+        await eventually(lambda: len(run.world.buffer.groups) == 4)
+        causes = {lease.cause for lease in run.world.ledger.leases.values() if lease.state == "filtered"}
+        assert len(causes) == 1
+        assert causes.pop().startswith("too_long: group")
+        assert run.free() == 16 - 4
+        assert run.rollout.generating == 0
+
+
+async def test_the_groups_of_a_grant_join_at_one_step_in_the_order_of_their_leases(tmp_path: Path) -> None:
+    """However long the second of them takes to find a block."""
+    together: list[int] = []
+    engine = ScriptedEngine()
+    engine.before_step = lambda: together.append(len(engine.running))
+
+    class Slow(Rollout):
+        async def _block(self, request: Any) -> Any:
+            block = await super()._block(request)
+            for _ in range(3):
+                await self.driver.call(lambda: None)  # the engine had the time for a step
+            return block
+
+    async with rolling(tmp_path, passes_when_one, engine=engine, kind=Slow) as run:
+        await eventually(lambda: len(run.world.buffer.groups) == 4)
+        leases = [run.world.ledger.leases[lease] for lease in sorted(run.world.ledger.leases)]
+        seeds = [tuple(sample_seed(0, lease.prompt, lease.epoch, i) for i in range(2)) for lease in leases]
+        assert [request.seeds for request in engine.requests] == seeds
+        assert together[0] == 2, "both groups of the first grant"
 
 
 async def test_scoring_that_is_late_fails_the_group_with_its_cause_and_frees_the_block(tmp_path: Path) -> None:
@@ -255,86 +302,6 @@ async def test_a_group_that_is_not_wanted_any_more_frees_its_block(tmp_path: Pat
         assert run.world.ledger.summary()["issued"] == 4, "nothing was handed out at the end"
 
 
-# ---- weights and evaluation
-
-
-class ScriptedTrainer(Actor):
-    """Test only: what a rollout that starts is told to load."""
-
-    def __init__(self) -> None:
-        self.reply: m.Weights | m.NoWeights = m.NoWeights()
-        self.asked = 0
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    @concurrent
-    async def current(self, msg: m.CurrentWeights) -> m.Weights | m.NoWeights:
-        reply = self.reply
-        self.asked += 1
-        await self.gate.wait()
-        return reply
-
-
-async def test_a_restarted_rollout_pulls_the_newest_weights_before_it_works(tmp_path: Path) -> None:
-    async with rolling(tmp_path, passes_when_one, engine=ScriptedEngine(version=-1)) as run:
-        trainer = ScriptedTrainer()
-        trainer.reply = m.Weights(ref_of(5))
-        await run.world.system.start(trainer, "trainer")
-        await eventually(lambda: run.world.buffer.groups)
-        assert {held.meta.oldest_version for held in run.world.buffer.groups.values()} == {5}
-
-
-async def test_it_acknowledges_weights_with_the_digest_of_what_it_read(tmp_path: Path) -> None:
-    async with rolling(tmp_path, passes_when_one, open=False) as run:
-        applied = await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(3)))
-        assert (applied.version, applied.digest, applied.mismatch) == (3, digest_of(ref_of(3).checksums), -1.0)
-        assert run.engine.version == 3
-
-
-async def test_bytes_that_are_not_those_published_are_refused_and_the_engine_keeps_its_weights(tmp_path: Path) -> None:
-    async with rolling(tmp_path, passes_when_one, open=False) as run:
-        torn = msgspec.structs.replace(ref_of(3), checksums=(1,))
-        with pytest.raises(RemoteError, match="not those that were published"):
-            await run.world.ask("rollout-0", m.UpdateWeights(ref=torn))
-        assert run.engine.version == 0
-
-
-async def test_weights_that_were_pulled_late_never_replace_newer_ones(tmp_path: Path) -> None:
-    async with rolling(tmp_path, passes_when_one, engine=ScriptedEngine(version=-1), open=False) as run:
-        trainer = ScriptedTrainer()
-        trainer.reply = m.Weights(ref_of(1))
-        trainer.gate.clear()
-        await run.world.system.start(trainer, "trainer")
-        await eventually(lambda: trainer.asked)
-        await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(2)))
-        trainer.gate.set()
-        await eventually(lambda: "budget" in run.rollout.report.doing)
-        assert run.engine.version == 2
-
-
-def evaluation(version: int) -> m.Evaluate:
-    return m.Evaluate(prompts=("heldout-0", "heldout-1"), samples=2, greedy=False, seed=0, version=version, step=0)
-
-
-async def test_an_evaluation_of_other_weights_is_refused_by_name(tmp_path: Path) -> None:
-    async with rolling(tmp_path, passes_when_one, engine=ScriptedEngine(version=9), open=False) as run:
-        with pytest.raises(RemoteError, match="the engine holds weights 9, asked to evaluate 8") as error:
-            await run.world.ask("rollout-0", evaluation(8))
-        assert error.value.type == "WrongVersion"
-
-
-async def test_a_rollout_restarted_in_mid_evaluation_loads_its_weights_first(tmp_path: Path) -> None:
-    async with rolling(tmp_path, passes_when_one, engine=ScriptedEngine(version=-1), open=False) as run:
-        asked = asyncio.ensure_future(run.world.ask("rollout-0", evaluation(4)))
-        trainer = ScriptedTrainer()
-        trainer.reply = m.Weights(ref_of(4))
-        trainer.gate.clear()
-        await run.world.system.start(trainer, "trainer")
-        await eventually(lambda: trainer.asked)
-        trainer.gate.set()
-        assert [r.passed for r in (await asked).results] == [1, 1]
-
-
 # ---- in flight
 
 
@@ -377,14 +344,3 @@ async def test_weights_that_come_while_groups_run_are_in_their_later_tokens(tmp_
         engine.before_step = lambda: None
         for _ in range(20):
             held.release()
-
-
-async def test_an_evaluator_keeps_its_version_and_takes_no_work(tmp_path: Path) -> None:
-    async with world_of(tmp_path) as world:
-        await world.system.start(ScriptedBroker(passes_when_one), "broker")
-        engine = ScriptedEngine(version=-1)
-        evaluator = Evaluator(world.config, world.tasks, engine, ScriptedWeights())  # type: ignore[arg-type]
-        await world.system.start(evaluator, "evaluator")
-        await world.ask("evaluator", m.UpdateWeights(ref=ref_of(3)))
-        assert [r.passed for r in (await world.ask("evaluator", evaluation(3))).results] == [1, 1]
-        assert world.ledger.summary()["issued"] == 0

@@ -279,6 +279,7 @@ class ScriptedEngine:
         self.max_tokens: int | None = None
         self.token_capacity = 1 << 20
         self.requests: list[GroupRequest] = []
+        self.resumed: list[GroupResult] = []
         self.running: dict[int, tuple[GroupRequest, GroupOutput]] = {}
         self.before_step: Callable[[], None] = lambda: None
         self.recomputed: list[bool] = []
@@ -311,8 +312,12 @@ class ScriptedEngine:
     ) -> None:
         if self.max_tokens is not None and request.prompt_ids.size > self.max_tokens:
             raise ValueError(f"group {request.key}: prompt too long")
+        if request.prompt_ids.size + sampling.max_new_tokens > self.token_capacity:
+            raise ValueError(f"group {request.key}: more than the engine's {self.token_capacity} positions")
         if resume is None:
             output.clear()
+        else:
+            self.resumed.append(resume)
         self.requests.append(request)
         self.running[request.key] = (request, output)
 
@@ -320,7 +325,7 @@ class ScriptedEngine:
         self.before_step()
         done = []
         for key, (request, output) in list(self.running.items()):
-            ids = [self.tokenizer.encode(self.texts[row % len(self.texts)]) for row in range(request.n)]
+            ids = [self._ids(request, row) for row in range(request.n)]
             for row in range(request.n):
                 at = int(output.lengths[row])
                 if at < len(ids[row]):
@@ -329,12 +334,17 @@ class ScriptedEngine:
                     output.versions[row, at] = self.version
                     output.lengths[row] = at + 1
             if all(output.lengths[row] == len(ids[row]) for row in range(request.n)):
-                done.append(self._end(key, FinishReason.STOP))
+                done.append(self._end(key))
         return done
 
-    def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
-        return [self._end(key, FinishReason.CUT) for key in list(self.running) if keys is None or key in keys]
+    def _ids(self, request: GroupRequest, row: int) -> list[int]:
+        return self.tokenizer.encode(self.texts[row % len(self.texts)])
 
-    def _end(self, key: int, reason: FinishReason) -> GroupResult:
+    def abort(self, keys: Collection[int] | None = None) -> list[GroupResult]:
+        return [self._end(key) for key in list(self.running) if keys is None or key in keys]
+
+    def _end(self, key: int) -> GroupResult:
         request, output = self.running.pop(key)
-        return GroupResult(key, (reason,) * request.n, int(request.prompt_ids.size), int(output.lengths.sum()))
+        whole = [int(output.lengths[row]) == len(self._ids(request, row)) for row in range(request.n)]
+        reasons = tuple(FinishReason.STOP if ended else FinishReason.CUT for ended in whole)
+        return GroupResult(key, reasons, int(request.prompt_ids.size), int(output.lengths.sum()))
