@@ -6,24 +6,35 @@ Groups are generated together and judged as they end. Nothing of an evaluation t
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import numpy as np
 
 from dockyard_actors.config import Config
-from dockyard_actors.engines.base import Engine, GroupOutput, GroupRequest, SamplingConfig
+from dockyard_actors.engines.base import Engine, FinishReason, GroupOutput, GroupRequest, SamplingConfig
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.engine_driver import EngineDriver
 from dockyard_actors.roles.scoring import Judge, Score, score, to_sample
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import Task
 
+log = logging.getLogger(__name__)
+
 EVAL_EPOCH = 1 << 30  # keeps evaluation seeds apart from those of training
 
 
 class WrongVersion(RuntimeError):
     """The engine holds other weights than the ones to be evaluated."""
+
+
+class DoesNotFit(ValueError):
+    """The engine refused a prompt, or what may follow it."""
+
+
+class CutShort(RuntimeError):
+    """A completion was ended from outside: what it would have become is not known, so nothing of it counts."""
 
 
 async def evaluate(
@@ -34,19 +45,23 @@ async def evaluate(
     report: Callable[[str], None],
     msg: m.Evaluate,
 ) -> m.Evaluated:
-    """Generates `samples` responses a task (one when greedy) and counts those that resolved. Raises WrongVersion when the engine holds
-    other weights, at the start or for any token."""
+    """Generates `samples` responses a task (one when greedy) and counts those that resolved; samples of a task that does not fit the engine
+    are masked. Raises WrongVersion when the engine holds other weights, at the start or for any token; CutShort."""
     n = 1 if msg.greedy else msg.samples
     sampling = SamplingConfig(max_new_tokens=config.generation.max_new_tokens, greedy=msg.greedy)
     tasks = [by_id[name] for name in msg.prompts]
-    done = 0
+    done, misfits = 0, []
     if driver.engine.version != msg.version:
         raise WrongVersion(f"the engine holds weights {driver.engine.version}, asked to evaluate {msg.version}")
 
     async def one(key: int, task: Task) -> tuple[list[Score], list[str]]:
         nonlocal done
         async with room:
-            texts = await _generate(driver, _request(driver.engine, key, task, n, msg.seed), sampling, msg.version)
+            try:
+                texts = await _generate(driver, _request(driver.engine, key, task, n, msg.seed), sampling, msg.version)
+            except DoesNotFit as error:
+                misfits.append(f"{task.id}: {error}")
+                return [Score(None, False, "", f"does not fit the engine: {error}", None)] * n, [""] * n
         done += 1
         report(f"evaluated {done} of {len(tasks)} tasks, {'greedy' if msg.greedy else 'T=1'}")
         scores = await score(judge, config.reward.partial, [(task, text) for text in texts], config.eval.timeout_s)
@@ -56,7 +71,10 @@ async def evaluate(
     room = asyncio.Semaphore(max(1, 2 * config.generation.max_batch_rows // n))
     async with _plainly(), asyncio.TaskGroup() as group:
         judged = [group.create_task(one(key, task)) for key, task in enumerate(tasks)]
-    report("evaluation done")
+    left_out = f"; {len(misfits)} of {len(tasks)} tasks do not fit the engine and are left out" if misfits else ""
+    if misfits:
+        log.warning("evaluation%s, such as %s", left_out, misfits[0])
+    report(f"evaluation done{left_out}")
     scores = [score for task in judged for score in task.result()[0]]
     texts = [text for task in judged for text in task.result()[1]]
     return _summarise(tasks, n, scores, texts, msg)
@@ -84,7 +102,12 @@ def _request(engine: Engine, key: int, task: Task, n: int, seed: int) -> GroupRe
 
 async def _generate(driver: EngineDriver, request: GroupRequest, sampling: SamplingConfig, version: int) -> list[str]:
     output = GroupOutput.allocate(request.n, sampling.max_new_tokens)
-    await driver.generate(request, output, sampling)
+    try:
+        result = await driver.generate(request, output, sampling)
+    except ValueError as error:
+        raise DoesNotFit(str(error)) from error
+    if FinishReason.CUT in result.finish_reasons:
+        raise CutShort(f"completions of group {request.key} were cut while they were evaluated")
     used = np.arange(output.versions.shape[1])[None, :] < output.lengths[:, None]
     others = set(output.versions[used].tolist()) - {version}
     if others:

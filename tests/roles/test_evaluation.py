@@ -5,28 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
+from dockyard_actors.engines.base import GroupRequest
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.engine_driver import EngineDriver
-from dockyard_actors.roles.evaluation import WrongVersion, evaluate
+from dockyard_actors.roles.evaluation import CutShort, WrongVersion, evaluate
 from dockyard_actors.roles.evaluations import eval_record
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.tasks.seeds import sample_seed
-from tests.roles.world import PATIENCE_S, ScriptedEngine, config_of, tasks_of, verdict_of
+from tests.roles.driving import driving, swap
+from tests.roles.world import PATIENCE_S, ScriptedEngine, config_of, eventually, tasks_of, verdict_of
 
 TASKS = tasks_of()
 PROMPTS = ("train-3", "heldout-0", "heldout-1")
 
 
+async def ask(driver: EngineDriver, judge, *overrides: str, report=lambda text: None, **fields) -> m.Evaluated:
+    message = {"prompts": PROMPTS, "samples": 2, "greedy": False, "seed": 1, "version": 0, "step": 4, **fields}
+    return await evaluate(judge, config_of(*overrides), TASKS.by_id(), driver, report, m.Evaluate(**message))
+
+
 async def run(engine: ScriptedEngine, judge, *overrides: str, **fields) -> m.Evaluated:
     failures: list[BaseException] = []
     driver = EngineDriver(engine, failures.append)
-    message = {"prompts": PROMPTS, "samples": 2, "greedy": False, "seed": 1, "version": 0, "step": 4, **fields}
     try:
-        return await evaluate(
-            judge, config_of(*overrides), TASKS.by_id(), driver, lambda text: None, m.Evaluate(**message)
-        )
+        return await ask(driver, judge, *overrides, **fields)
     finally:
         driver.close()
         await driver.closed(PATIENCE_S)
@@ -99,6 +104,66 @@ async def test_weights_that_change_in_mid_evaluation_end_it() -> None:
 
     with pytest.raises(WrongVersion, match=r"weights \[1\] generated while 0 was evaluated"):
         await run(Changing(), one_passes)
+
+
+async def test_an_evaluation_that_ends_early_takes_nothing_from_the_next_one() -> None:
+    """Nobody waits for the first one any more; it finds out when its first group has tokens of other weights, and cuts its others."""
+
+    class Uneven(ScriptedEngine):
+        def _ids(self, request: GroupRequest, row: int) -> list[int]:
+            last = bytes(request.prompt_ids.astype(np.uint8)) == b"heldout-1:"
+            return self.tokenizer.encode(self.texts[row] + "  " * last + "\n")
+
+    async def judge(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+        return [verdict_of(passed=program.source.startswith("x = 1")) for program in programs]
+
+    async with driving(engine=Uneven(("1  ", "2  "))) as (driver, engine, turnstile):
+        old = asyncio.ensure_future(ask(driver, judge))
+        await eventually(lambda: len(engine.running) + len(driver._calls) == len(PROMPTS))
+        turnstile.allow(1)
+        await eventually(lambda: turnstile.taken == 1)
+        update = asyncio.ensure_future(driver.update(swap(engine, 1), "keep"))
+        await asyncio.sleep(0)
+        turnstile.allow(1)
+        await update
+        new = asyncio.ensure_future(ask(driver, judge, version=1))
+        await eventually(lambda: len(driver._calls) == len(PROMPTS))
+        # The old short groups end with tokens of both weights; the long one runs on beside the new ones.
+        turnstile.allow(2)
+        await eventually(lambda: turnstile.taken == 4 and driver._calls)
+        turnstile.release()
+        with pytest.raises(WrongVersion):
+            await old
+        assert (await new).results == tuple(m.TaskResult(prompt, 1, 2) for prompt in PROMPTS)
+
+
+async def test_completions_that_were_cut_end_an_evaluation_and_are_not_judged() -> None:
+    class Cutting(ScriptedEngine):
+        def step(self):
+            super().step()
+            return self.abort()
+
+    async def judge(programs: Sequence[m.Program], deadline_s: float) -> list[Verdict]:
+        raise AssertionError("judged")
+
+    with pytest.raises(CutShort, match="cut while they were evaluated"):
+        await run(Cutting(), judge)
+
+
+async def test_a_task_that_does_not_fit_the_engine_is_masked_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine, said = ScriptedEngine(), []
+    engine.token_capacity = len("train-3:") + 6  # the held-out prompts are longer
+    done = await run(engine, one_passes, report=said.append, examples=3)
+    assert done.results == (
+        m.TaskResult("train-3", 1, 2),
+        m.TaskResult("heldout-0", 0, 0),
+        m.TaskResult("heldout-1", 0, 0),
+    )
+    assert done.masked == 4
+    assert said[-1] == "evaluation done; 2 of 3 tasks do not fit the engine and are left out"
+    assert len([r for r in caplog.records if "do not fit the engine" in r.message]) == 1
+    assert done.examples[1].reward is None
+    assert "does not fit" in done.examples[1].error
 
 
 async def test_a_judge_that_fails_ends_the_evaluation_with_its_own_error() -> None:
