@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dockyard_actors.config import Config, ConfigError, from_resolved, load_config
 from dockyard_actors.roles import messages as m
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.tasks.types import Task
+
+if TYPE_CHECKING:
+    from dockyard_actors.engines.base import Engine
+    from dockyard_actors.roles.engine_driver import EngineDriver
 
 VERSION = 0  # a checkpoint has one set of weights; its version only has to agree with itself
 
@@ -43,6 +48,25 @@ def config_of(checkpoint: Path, overrides: list[str]) -> Config:
     return load_config(None, ["correction.kind=tis", *overrides])
 
 
+@asynccontextmanager
+async def driving(engine: Engine, stop_s: float) -> AsyncIterator[EngineDriver]:
+    """A started engine and its driver, closed whatever happens. When the engine fails, its own error is raised."""
+    from dockyard_actors.roles.engine_driver import EngineDriver, EngineStopped
+
+    failed: list[BaseException] = []
+    driver = EngineDriver(engine, failed.append)
+    try:
+        await driver.call(engine.start)
+        yield driver
+    except EngineStopped:
+        if failed:
+            raise failed[0] from None
+        raise
+    finally:
+        driver.close()
+        await driver.closed(stop_s)
+
+
 async def evaluate_checkpoint(
     checkpoint: Path,
     tasks_source: str,
@@ -51,9 +75,9 @@ async def evaluate_checkpoint(
     say: Callable[[str], None],
     only: str | None = None,
 ) -> dict[str, Any]:
-    """Returns {split: {t1, greedy, by_task}} with overall figures, isolation and counts. Raises ConfigError and TaskFileError."""
+    """Returns {split: {t1, greedy, by_task}} with overall figures, isolation and counts. Raises ConfigError, TaskFileError and what made the
+    engine fail."""
     from dockyard_actors.roles.build import make_executor, make_hf_engine
-    from dockyard_actors.roles.engine_driver import EngineDriver
     from dockyard_actors.roles.evaluation import evaluate
     from dockyard_actors.tasks.dataset import load_tasks
 
@@ -65,9 +89,6 @@ async def evaluate_checkpoint(
             health = await client.health()
             say(f"loading {checkpoint}")
             engine = make_hf_engine(config, str(checkpoint), own_weights=VERSION)
-            failed: list[BaseException] = []
-            driver = EngineDriver(engine, failed.append)
-            await driver.call(engine.start)
 
             async def judge(programs: Sequence[m.Program], deadline_s: float) -> Sequence[Verdict]:
                 return await asyncio.gather(
@@ -90,33 +111,34 @@ async def evaluate_checkpoint(
                 "tasks": tasks_source,
                 "isolation": health.isolation,
             }
-            for split, chosen in (("train", tasks.train), ("heldout", tasks.heldout)):
-                if not chosen or only not in (None, split):
-                    continue
-                part: dict[str, Any] = {"tasks": len(chosen), "samples": samples, "by_task": {}}
-                for mode in ("t1", "greedy"):
-                    say(f"{split}, {mode}: {len(chosen)} tasks")
-                    reply = await evaluate(
-                        judge,
-                        config,
-                        by_id,
-                        driver,
-                        say,
-                        m.Evaluate(
-                            prompts=tuple(task.id for task in chosen),
-                            samples=samples,
-                            greedy=mode == "greedy",
-                            seed=config.run.seed,
-                            version=VERSION,
-                            step=0,
-                        ),
-                    )
-                    rates = {r.prompt_id: r.passed / r.samples for r in reply.results if r.samples}
-                    part[mode] = sum(rates.values()) / len(rates) if rates else None
-                    part[f"{mode}_masked"] = reply.masked
-                    for name, rate in rates.items():
-                        part["by_task"].setdefault(name, {})[mode] = rate
-                report[split] = part
+            async with driving(engine, config.supervision.stop_grace_s) as driver:
+                for split, chosen in (("train", tasks.train), ("heldout", tasks.heldout)):
+                    if not chosen or only not in (None, split):
+                        continue
+                    part: dict[str, Any] = {"tasks": len(chosen), "samples": samples, "by_task": {}}
+                    for mode in ("t1", "greedy"):
+                        say(f"{split}, {mode}: {len(chosen)} tasks")
+                        reply = await evaluate(
+                            judge,
+                            config,
+                            by_id,
+                            driver,
+                            say,
+                            m.Evaluate(
+                                prompts=tuple(task.id for task in chosen),
+                                samples=samples,
+                                greedy=mode == "greedy",
+                                seed=config.run.seed,
+                                version=VERSION,
+                                step=0,
+                            ),
+                        )
+                        rates = {r.prompt_id: r.passed / r.samples for r in reply.results if r.samples}
+                        part[mode] = sum(rates.values()) / len(rates) if rates else None
+                        part[f"{mode}_masked"] = reply.masked
+                        for name, rate in rates.items():
+                            part["by_task"].setdefault(name, {})[mode] = rate
+                    report[split] = part
             for mode in ("t1", "greedy"):
                 parts = [
                     (report[s][mode], report[s]["tasks"])
@@ -124,8 +146,6 @@ async def evaluate_checkpoint(
                     if s in report and report[s][mode] is not None
                 ]
                 report[mode] = sum(rate * n for rate, n in parts) / sum(n for _, n in parts) if parts else None
-            driver.close()
-            await driver.closed(config.supervision.stop_grace_s)
             return report
         finally:
             await client.close()
