@@ -198,7 +198,7 @@ class Trainer(Actor):
         self.report.facts["sync"] = f"paused {synced.paused_s * 1e3:.0f} ms, canary {synced.mismatch:.2g} nats"
         for name in synced.failed:
             await self.tell(m.Warn(text=f"{name} did not take weights version {ref.version} and is restarted"))
-            self.ctx.spawn(self._restart(name), name=f"restart {name}")
+            self.ctx.spawn(self._restart(name, ref.version), name=f"restart {name}")
         if self.admitting:
             await self.tell(m.EnginesFresh(version=ref.version, step=step))
         now = time.time()
@@ -217,12 +217,16 @@ class Trainer(Actor):
         logprobs = self.learner.policy.canary(ids, temperature, self.config.weight_sync.dtype)
         return canary_of(ids, logprobs, temperature)
 
-    async def _restart(self, name: str) -> None:
-        """An engine that took no weights would generate stale groups: its agent replaces it, and it joins again by pulling."""
+    async def _restart(self, name: str, version: int) -> None:
+        """An engine that took no weights would generate stale groups: its agent replaces it, and it joins again by pulling.
+
+        That counts as a crash of the engine: one that never takes its weights ends the run as any crash loop does.
+        """
+        cause = f"did not take weights version {version}: the trainer's log has its answer"
         for agent in ("agent", f"agent/{name}"):
             try:
                 await self.ctx.ref(agent).ask(
-                    RestartProcess(name=name), deadline_s=self.config.supervision.start_timeout_s
+                    RestartProcess(name=name, cause=cause), deadline_s=self.config.supervision.start_timeout_s
                 )
                 return
             except ActorError as error:

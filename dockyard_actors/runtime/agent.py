@@ -83,7 +83,7 @@ class _AgentActor(Actor):
 
     @concurrent
     async def restart_process(self, msg: RestartProcess) -> None:
-        await self.agent.restart(msg.name)
+        await self.agent.restart(msg.name, msg.cause)
 
     async def list_processes(self, msg: ListProcesses) -> ProcessList:
         return ProcessList(tuple(self.agent.processes()))
@@ -192,9 +192,9 @@ class NodeAgent:
         child = self.children[name]
         await child.stop(child.spec.stop_grace_s if grace_s is None else grace_s)
 
-    async def restart(self, name: str) -> None:
-        """Stops and starts a process, which counts as no crash. KeyError for an unknown name."""
-        await self.children[name].restart()
+    async def restart(self, name: str, cause: str = "") -> None:
+        """Stops and starts a process: with a cause this counts as a crash (see `RestartProcess`). KeyError for an unknown name."""
+        await self.children[name].restart(cause)
 
     def processes(self) -> list[ProcessInfo]:
         return [child.info() for child in self.children.values()]

@@ -64,7 +64,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
-        self._again = False  # restart was asked for: the next end is no crash
+        self._asked: str | None = None  # restart was asked for: the next end is no crash (""), or one of this cause
         self._kill_reason = ""
         self._crashes: deque[float] = deque()
         self._first: tuple[str, str, tuple[str, ...]] | None = None  # cause, traceback, log tail
@@ -89,15 +89,23 @@ class Child:
         if self.state not in ("exited", "failed"):
             self._set_state("stopped")
 
-    async def restart(self) -> None:
+    async def restart(self, cause: str = "") -> None:
+        """With a cause it counts as a crash. Returns when it is started, or has failed for good or been stopped meanwhile.
+
+        One that is just ending or in backoff starts again anyway: nothing is counted twice.
+        """
         if self._task is None or self._task.done():
+            if cause:
+                log.warning("%s is %s and is not restarted: %s", self.spec.name, self.state, cause)
+                return
             self._first = None
             self._crashes.clear()
             self.start()
             return
         before = self.starts
         if self._ended is not None and not self._ended.done():
-            self._again = True
+            if self._asked is None:
+                self._asked = cause
             await self._terminate(self.spec.stop_grace_s)
         while self.starts == before and not self._task.done():
             await self.next_change()
@@ -178,17 +186,18 @@ class Child:
             code = self._bury()
             cause, trace, tail = self._find_cause(code)
             done = code == 0 and not self.spec.keep_running
-            orderly = self._stop.is_set() or self._again or done
+            asked, self._asked = self._asked, None
+            if asked:
+                cause, trace = asked, ""
+            orderly = self._stop.is_set() or (done if asked is None else not asked)
             self.cause = cause
             await self.supervisor.child_died(self.uid, self.socket_dir, cause, orderly)
             self._clean_up()
-            if self._stop.is_set() or (done and not self._again):
+            if self._stop.is_set() or (done and asked is None):
                 self._set_state("stopped" if self._stop.is_set() else "exited")
                 log.info("%s: %s", self.spec.name, cause)
                 return
-            if self._again:
-                self._again = False
-            elif not await self._may_restart(cause, trace, tail):
+            if asked != "" and not await self._may_restart(cause, trace, tail):
                 return
             try:
                 self._spawn()

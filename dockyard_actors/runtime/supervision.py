@@ -92,9 +92,15 @@ class StopProcess(Message[None], frozen=True):
 
 
 class RestartProcess(Message[None], frozen=True):
-    """Stops and starts a process, which does not count as a crash; answered when it is started. Also starts a stopped one."""
+    """Stops and starts a process; answered when it is started. RemoteError(KeyError) for an unknown name.
+
+    Without a ``cause`` it is somebody's wish: it counts as no crash, waits for nothing and also starts a process that has ended.
+    With one, what the process did wrong, it counts as a crash of that cause: its `RestartPolicy` decides when it comes back, or
+    that it failed for good (answered then). A process that has ended already is left as it is.
+    """
 
     name: str
+    cause: str = ""
 
 
 class ProcessList(msgspec.Struct, frozen=True, tag=True):

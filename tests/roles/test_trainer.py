@@ -59,10 +59,10 @@ class Agent(Actor):
     """Test only: notes who was to be restarted."""
 
     def __init__(self) -> None:
-        self.restarted: list[str] = []
+        self.restarted: list[tuple[str, str]] = []
 
     async def restart(self, msg: RestartProcess) -> m.Done:
-        self.restarted.append(msg.name)
+        self.restarted.append((msg.name, msg.cause))
         return m.Done()
 
 
@@ -195,7 +195,9 @@ async def test_a_member_that_fails_is_restarted_and_the_others_go_on(tmp_path: P
         await run.world.system.start(agent, "agent")
         await run.start()
         await eventually(lambda: run.world.ledger.finished == "completed")
-        assert agent.restarted == ["rollout-1"]
+        ((name, cause),) = agent.restarted
+        assert name == "rollout-1"
+        assert cause.startswith("did not take weights version 0: "), "without a cause supervision would not count it"
         assert any("rollout-1 did not take weights version 0" in text for text in run.world.controller.warnings)
 
 

@@ -216,6 +216,45 @@ async def test_an_agent_can_be_asked_by_message(agent: NodeAgent, tmp_path: Path
     assert (await agent.wait_shutdown()).reason == "the run is complete"
 
 
+async def test_requested_restarts_with_a_cause_count_as_crashes_and_give_up(agent: NodeAgent, tmp_path: Path) -> None:
+    await agent.spawn(role("c", tmp_path, policy=RestartPolicy(max_restarts=2, backoff_s=0.05)))
+    ref, me = agent.system.ref("c"), agent.system.ref("agent")
+    for wrong in ("one", "two", "three"):
+        await ref.ask(Pid(), retry=True, deadline_s=UP_S)
+        await me.ask(RestartProcess(name="c", cause=f"answered {wrong}"), deadline_s=UP_S)
+        (info,) = agent.processes()
+        assert info.cause == f"answered {wrong}"
+    assert (info.state, info.incarnation, info.restarts) == ("failed", 3, 2)
+    failure = await agent.wait_failed()
+    assert (failure.name, failure.cause, failure.last_cause) == ("c", "answered one", "answered three")
+    assert failure.restarts == 2
+    await me.ask(RestartProcess(name="c", cause="answered four"), deadline_s=UP_S)
+    assert agent.processes()[0].state == "failed", "what failed for good is not brought back"
+
+
+async def test_requested_restarts_without_a_cause_are_no_crashes(agent: NodeAgent, tmp_path: Path) -> None:
+    await agent.spawn(role("c", tmp_path, policy=RestartPolicy(max_restarts=0)))
+    ref, me = agent.system.ref("c"), agent.system.ref("agent")
+    for incarnation in (2, 3):
+        await ref.ask(Pid(), retry=True, deadline_s=UP_S)
+        await me.ask(RestartProcess(name="c"), deadline_s=UP_S)
+        (info,) = agent.processes()
+        assert (info.incarnation, info.restarts) == (incarnation, 0)
+    await ref.ask(Pid(), retry=True, deadline_s=UP_S)
+    await me.ask(RestartProcess(name="c", cause="answered wrong"), deadline_s=UP_S)
+    assert (await agent.wait_failed()).cause == "answered wrong"
+
+
+async def test_restarts_asked_for_while_one_is_under_way_count_once(agent: NodeAgent, tmp_path: Path) -> None:
+    await agent.spawn(role("c", tmp_path, policy=RestartPolicy(max_restarts=1, backoff_s=0.05)))
+    ref = agent.system.ref("c")
+    await ref.ask(Pid(), retry=True, deadline_s=UP_S)
+    await asyncio.gather(*(agent.restart("c", f"answered {wrong}") for wrong in ("one", "two", "three")))
+    (info,) = agent.processes()
+    assert (info.incarnation, info.restarts, info.cause) == (2, 1, "answered one")
+    await ref.ask(Pid(), retry=True, deadline_s=UP_S)
+
+
 async def test_secrets_travel_in_no_argv_and_no_environment(agent: NodeAgent, tmp_path: Path) -> None:
     await agent.spawn(role("c", tmp_path))
     pid = await agent.system.ref("c").ask(Pid(), retry=True, deadline_s=UP_S)
