@@ -181,6 +181,8 @@ class Run:
                         return "failed", str(failed.result())
                     if (stalled := self._stalled()) is not None:
                         return "failed", stalled
+                    if self.status is not None and self.status.failure:
+                        return "failed", self.status.failure
                     if self.status is not None and self.status.finished:
                         cause = "stopped by a signal" if self.status.finished == "interrupted" else None
                         return self.status.finished, cause

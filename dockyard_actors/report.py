@@ -151,9 +151,10 @@ def summarise(
     if broker and broker.counters.get("executor_restarts"):
         all_restarts["executor"] = int(broker.counters["executor_restarts"])
     before = read_summary(run_dir.path / PREVIOUS)  # of the part before a resume
-    if audit.issued and len(audit.classes["filtered"]) > NO_SIGNAL_WARNS * audit.issued:
+    silent = (status.causes.get("filtered", {}) if status else {}).get("no_signal", 0)
+    if audit.issued and silent > NO_SIGNAL_WARNS * audit.issued:
         warnings.append(
-            f"{len(audit.classes['filtered'])} of {audit.issued} groups taught nothing (no_signal: all samples of a prompt got the same "
+            f"{silent} of {audit.issued} groups taught nothing (no_signal: all samples of a prompt got the same "
             "reward); the tasks are too hard or too easy for this model, or its warm-up is too short"
         )
     summary = Summary(

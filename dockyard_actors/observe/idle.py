@@ -131,6 +131,8 @@ def read_trace(path: Path) -> Trace:
     last = b""
     decode = msgspec.json.Decoder(TraceEvent).decode
     try:
+        if path.exists() and not path.is_file():
+            raise IdleError(f"{path} is no regular file")
         file = path.open("rb")
     except FileNotFoundError:
         raise IdleError(f"{path} does not exist: the run has not started yet, or was made before traces were") from None
@@ -149,7 +151,8 @@ def read_trace(path: Path) -> Trace:
             if event.ph == "M" and event.name == "process_name":
                 roles[event.pid] = str(event.args.get("name"))
             elif event.ph == "M" and event.name == "thread_name":
-                incarnations[event.tid] = event.args.get("incarnation", 0)
+                number = event.args.get("incarnation", 0)
+                incarnations[event.tid] = number if isinstance(number, int) else 0
             elif event.ph == "X":
                 role, number = roles.get(event.pid, f"process {event.pid}"), incarnations.get(event.tid, 0)
                 busy = event.cat != "wait"

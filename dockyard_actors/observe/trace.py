@@ -171,6 +171,7 @@ class TraceWriter:
             self._size = _cut_end(self._fd)
             if self._size == 0 and os.fstat(self._fd).st_size:
                 os.close(self._fd)
+                self._fd = -1
                 aside = self.path.with_suffix(".damaged.json")
                 os.replace(self.path, aside)
                 log.warning("%s was no trace and is now %s", self.path, aside)
@@ -226,14 +227,14 @@ class TraceWriter:
                     continue
                 try:
                     event = msgspec.json.decode(line.rstrip(b",\n"), type=TraceEvent)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    continue  # readers name it
-                if event.name == "process_name" and event.pid != GROUPS_PID:
-                    role = roles[event.pid] = str(event.args["name"])
-                    self._pids[role] = event.pid
-                elif event.name == "thread_name" and event.pid in roles:
-                    incarnation = int(event.args["incarnation"])
-                    self._tids.setdefault((roles[event.pid], incarnation), []).append(event.tid)
+                    if event.name == "process_name" and event.pid != GROUPS_PID:
+                        role = roles[event.pid] = str(event.args["name"])
+                        self._pids[role] = event.pid
+                    elif event.name == "thread_name" and event.pid in roles:
+                        incarnation = int(event.args["incarnation"])
+                        self._tids.setdefault((roles[event.pid], incarnation), []).append(event.tid)
+                except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+                    continue  # damaged: readers name it
         os.lseek(self._fd, self._size, os.SEEK_SET)
 
     # ---- events

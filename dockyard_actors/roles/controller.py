@@ -63,6 +63,7 @@ class Controller(Actor):
         self.pass_rates = PassRates.of(read_metrics(run_dir.metrics))
         self.examples: tuple[RolloutSample, ...] = ()
         self.warnings: list[str] = []
+        self.failure = ""  # why the run cannot go on; the agent ends it
         self.trace = TraceWriter(run_dir.trace, warn=self.warnings.append)
         self.roles: dict[str, m.ReportRole] = {}
         self.counters: dict[tuple[str, int], dict[str, float]] = {}  # a restarted role counts from zero
@@ -164,9 +165,10 @@ class Controller(Actor):
                 event = self.prompts.issue(self.ledger, holder)
                 self._apply(event)
                 granted.append(m.Granted(event.lease, event.prompt, event.epoch, event.attempt))
-        except NoPrompts:
-            if not granted:
-                raise
+        except NoPrompts as error:
+            buffered = sum(lease.buffered for lease in self.ledger.open.values())
+            if buffered == len(self.ledger.open) and buffered < self.config.grpo.num_prompts_per_step:
+                self.failure = str(error)  # nothing is under way, and what is buffered makes no batch
         finally:
             self._commit()
         return granted
@@ -176,7 +178,7 @@ class Controller(Actor):
         if lease is None or (lease.buffered and msg.outcome == "failed"):
             self._record()
             return m.LeaseIs(owned=lease is not None)
-        if msg.retry_prompt and lease.retry_of >= 0:
+        if msg.never_again or (msg.retry_prompt and lease.retry_of >= 0):
             self._record(Closed(lease.id, msg.outcome, f"{QUARANTINED}: {msg.cause}"))
         else:
             self._record(Closed(lease.id, msg.outcome, msg.cause, retry=msg.retry_prompt))
@@ -340,6 +342,7 @@ class Controller(Actor):
             warnings=tuple(self.warnings),
             tokens_generated=int(sum(c.get("tokens", 0.0) for c in self.counters.values())),
             finished=self.ledger.finished,
+            failure=self.failure,
             examples=self.examples if self.ledger.finished else (),
         )
 

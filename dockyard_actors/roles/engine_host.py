@@ -14,7 +14,7 @@ from dockyard_actors.engines.base import Engine, EngineError, SamplingConfig, We
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.canary import LIMITS, check_canary
 from dockyard_actors.roles.engine_driver import EngineDriver, SuspectWeights
-from dockyard_actors.roles.evaluation import evaluate
+from dockyard_actors.roles.evaluation import WrongVersion, evaluate
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.scoring import broker_judge
 from dockyard_actors.roles.synchronizer import digest_of
@@ -157,4 +157,6 @@ class EngineHost(Actor):
         until = loop.time() + self.config.weight_sync.timeout_s
         while self.proven < msg.version and loop.time() < until:
             await self.wait_fresher(min(1.0, until - loop.time()))
+        if self.proven < msg.version:
+            raise WrongVersion(f"weights {msg.version} did not prove right here within weight_sync.timeout_s")
         return await evaluate(self.judge, self.config, self.tasks, self.driver, self.report, msg)

@@ -37,7 +37,7 @@ class Evaluations:
         self.tasks = trainer.tasks
         self.pinned: asyncio.Task[None] | None = None  # an evaluation beside training
         self.due = 0  # the step whose evaluation waits for the evaluator
-        self.put_off = 0  # the due step of which it was said that it is put off
+        self.put_off = 0  # evaluations put off since the last one that was made; the first of them is said
 
     async def run(self, when: str, version: int, step: int, examples: int = 0) -> None:
         """Pass rates of both splits at T=1 and greedily, shared out over the rollouts, which do nothing else meanwhile."""
@@ -127,11 +127,13 @@ class Evaluations:
             ActorError
         ) as error:  # its weights were replaced before it had them, or it died: the next version will do
             log.warning("the evaluation of step %d is put off: %s", step, error)
-            if self.put_off != due:
-                self.put_off = due
-                text = f"the evaluation of step {due} was put off to a later step: {error}"
+            if not self.put_off:
+                text = f"the evaluation of step {due} was put off to a later step: {str(error).splitlines()[0]}"
                 await self.trainer.tell(m.Warn(text=text))
+            self.put_off += 1
             self.due = self.due or due
+        else:
+            self.put_off = 0
 
     async def finish(self) -> None:
         """Waits for the evaluation that is under way, unless the run was asked to stop, and says what will not be evaluated any more."""

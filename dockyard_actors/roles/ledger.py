@@ -15,7 +15,7 @@ from dockyard_actors.transport.tensors import TensorRef
 
 CLASSES = ("trained", "expired", "filtered", "failed", "in_flight")
 TERMINAL = ("trained", "expired", "filtered", "failed")
-QUARANTINED = "quarantined"  # first word of the cause of a failed lease whose prompt is not drawn again
+QUARANTINED = "quarantined"  # first word of the cause of a closed lease whose prompt is not drawn again
 
 
 class GroupMeta(msgspec.Struct, frozen=True, kw_only=True):

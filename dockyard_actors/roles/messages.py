@@ -64,6 +64,7 @@ class CloseLease(Message[LeaseIs], frozen=True, tag=True):
     outcome: str  # expired | filtered | failed
     cause: str
     retry_prompt: bool = False  # issue the prompt once more (a new lease)
+    never_again: bool = False  # quarantine the prompt: it can never be worked on
 
 
 class ReportSamples(Message[Done], frozen=True, tag=True):
@@ -219,6 +220,7 @@ class StatusIs(msgspec.Struct, frozen=True, tag=True):
     warnings: tuple[str, ...]
     tokens_generated: int
     finished: str  # "" while it runs, else completed | interrupted
+    failure: str  # why the run cannot go on although every process lives; "" when it can
     examples: tuple[RolloutSample, ...]
 
 

@@ -120,7 +120,7 @@ class Rollout(EngineHost):
             return
         except ValueError as error:  # the engine knows limits that `_accept` does not
             block.abort()
-            await self._close(grant, "filtered", f"too_long: {error}")
+            await self._never(grant, f"too_long: {error}")
             return
         finally:
             self._slot_left()
@@ -147,21 +147,19 @@ class Rollout(EngineHost):
         """The request of a lease; a prompt that can never be worked on is closed alone, so that it takes no other one with it."""
         task = self.tasks.get(grant.prompt)
         if task is None:
-            await self._close(grant, "filtered", "unknown_task: the task file changed since this prompt was drawn")
+            await self._never(grant, "unknown_task: the task file changed since this prompt was drawn")
             return None
         prompt = np.asarray(self.engine.tokenizer.encode(task.prompt), dtype=np.int32)
         width, limit = self._width(task), self.engine.max_tokens
         if limit is not None and prompt.size + width > limit:
-            await self._close(
-                grant,
-                "filtered",
-                f"too_long: {prompt.size} prompt + {width} new tokens, the model has {limit} positions",
+            await self._never(
+                grant, f"too_long: {prompt.size} prompt + {width} new tokens, the engine has {limit} positions"
             )
             return None
         group = self.config.grpo.num_generations_per_prompt
         needed = 4 * (prompt.size + 3 * group * width + group) + 5 * ALIGNMENT
         if needed > self.config.data_plane.block_bytes:
-            await self._close(grant, "filtered", f"too_long: {needed} bytes do not fit data_plane.block_bytes")
+            await self._never(grant, f"too_long: {needed} bytes do not fit data_plane.block_bytes")
             return None
         seeds = tuple(sample_seed(self.config.run.seed, task.id, grant.epoch, index) for index in range(group))
         return GroupRequest(
@@ -250,11 +248,19 @@ class Rollout(EngineHost):
         elif not owned:
             self.plane.release(ref)
 
-    async def _close(self, grant: m.Granted, outcome: str, cause: str, retry_prompt: bool = False) -> bool:
+    async def _never(self, grant: m.Granted, cause: str) -> None:
+        """Closes the lease of a prompt that can never be worked on: it is not drawn again."""
+        await self._close(grant, "filtered", cause, never_again=True)
+
+    async def _close(
+        self, grant: m.Granted, outcome: str, cause: str, retry_prompt: bool = False, never_again: bool = False
+    ) -> bool:
         """Returns whether the buffer owns the group, in which case nothing was closed."""
         log.warning("lease %d (%s) %s: %s", grant.lease, grant.prompt, outcome, cause)
         reply = await self.ctx.ref("controller").ask(
-            m.CloseLease(lease=grant.lease, outcome=outcome, cause=cause, retry_prompt=retry_prompt),
+            m.CloseLease(
+                lease=grant.lease, outcome=outcome, cause=cause, retry_prompt=retry_prompt, never_again=never_again
+            ),
             deadline_s=self.config.supervision.start_timeout_s,
             retry=True,
         )

@@ -95,7 +95,7 @@ class WeightSynchronizer:
             failed.append(name)
         if not applied:
             raise WeightSyncFailed(
-                f"none of {', '.join(members)} took weights version {ref.version} within {self._timeout_s:.0f} s "
+                f"none of {', '.join(members)} took weights version {ref.version} within {self._timeout_s:g} s "
                 f"(last answer: {replies[-1]!r}); their logs say why. weight_sync.timeout_s is the limit"
             )
         if previous is not None:

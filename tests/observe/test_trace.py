@@ -373,3 +373,20 @@ def test_a_wait_says_for_whom():
         pass
     (span,) = tracer.drain()
     assert (span.name, span.busy, span.args) == ("wait_batch", False, {"for": "buffer"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"ph":"M","name":"process_name","pid":9,"tid":0},\n',
+        b'{"ph":"M","name":"thread_name","pid":9,"tid":0,"args":{"incarnation":[1]}},\n',
+        b'{"ph":"M","name":"process_name","pid":"x"},\n',
+    ],
+)
+def test_a_damaged_name_of_a_row_stops_neither_a_resume_nor_a_reader(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(b"[\n" + line)
+    writer = TraceWriter(path)
+    writer.append("trainer", 1, [Span("train", 1_000_000, 500)])
+    writer.close()
+    assert [own.span.name for own in read_trace(path).own] == ["train"]

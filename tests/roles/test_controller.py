@@ -224,7 +224,7 @@ async def test_a_rollout_cannot_fail_a_group_that_the_buffer_owns(tmp_path: Path
         }  # fmt: skip
 
 
-async def test_all_prompts_quarantined_is_an_error_that_leaves_journal_and_ledger_alike(tmp_path: Path) -> None:
+async def test_a_run_without_prompts_left_fails_once_nothing_is_under_way_any_more(tmp_path: Path) -> None:
     async with world_of(tmp_path, tasks=tasks_of(train=2)) as world:
         await world.lease(2)
         await world.lease(2, "rollout-1")
@@ -232,12 +232,27 @@ async def test_all_prompts_quarantined_is_an_error_that_leaves_journal_and_ledge
         world.ledger.quarantined |= {"train-0", "train-1"}
         granted = await world.lease(4, incarnation=2)
         assert ids(granted) == [0, 1], "what waits is given out all the same"
-        for grant in granted:
-            await world.ask("controller", m.CloseLease(lease=grant.lease, outcome="expired", cause="too_old"))
-        with pytest.raises(RemoteError, match="all 2 training prompts are quarantined"):
-            await world.lease(4, incarnation=2)
+        for lease in range(4):
+            await world.ask("controller", m.CloseLease(lease=lease, outcome="expired", cause="too_old"))
+        assert await world.lease(4, incarnation=2) == ()
+        assert "all 2 training prompts are quarantined" in (await world.ask("controller", m.AskStatus())).failure
         world.ledger.quarantined.clear()  # this test put them there by hand: the journal does not know
         assert_journal_is_the_ledger(world)
+
+
+async def test_a_run_without_prompts_left_goes_on_while_something_is_under_way(tmp_path: Path) -> None:
+    async with world_of(tmp_path, tasks=tasks_of(train=3)) as world:
+        first, second, third = await world.lease(3)
+        for grant in (first, second):
+            message = m.CloseLease(lease=grant.lease, outcome="filtered", cause="too_long: 9", never_again=True)
+            await world.ask("controller", message)
+        assert world.ledger.quarantined == {first.prompt, second.prompt}
+        world.ledger.quarantined.add(third.prompt)
+        assert await world.lease(4) == ()
+        assert (await world.ask("controller", m.AskStatus())).failure == "", "the third may still come"
+        await world.push(third)
+        assert await world.lease(4) == ()
+        assert "quarantined" in (await world.ask("controller", m.AskStatus())).failure, "one group makes no batch"
 
 
 async def test_a_step_told_twice_counts_once(tmp_path: Path) -> None:

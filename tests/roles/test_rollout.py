@@ -161,8 +161,8 @@ async def test_a_prompt_that_fits_no_model_or_is_gone_is_closed_alone_with_its_r
         await eventually(lambda: len(run.world.buffer.groups) == 4)
         causes = {lease.prompt: lease.cause for lease in ledger.leases.values() if lease.state == "filtered"}
         assert set(causes) <= {"train-0", "train-1"}
-        assert causes["train-0"].startswith("too_long: 90 prompt + 6 new tokens")
-        assert causes.get("train-1", "unknown_task").startswith("unknown_task")
+        assert causes["train-0"].startswith("quarantined: too_long: 90 prompt + 6 new tokens")
+        assert causes.get("train-1", "quarantined: unknown_task").startswith("quarantined: unknown_task")
         assert ledger.summary()["failed"] == 0
 
 
@@ -178,7 +178,7 @@ async def test_a_prompt_that_only_the_engine_knows_not_to_fit_is_closed_alone_an
         await eventually(lambda: len(run.world.buffer.groups) == 4)
         causes = {lease.cause for lease in run.world.ledger.leases.values() if lease.state == "filtered"}
         assert len(causes) == 1
-        assert causes.pop().startswith("too_long: group")
+        assert causes.pop().startswith("quarantined: too_long: group")
         assert run.free() == 16 - 4
         assert run.rollout.generating == 0
 
@@ -333,7 +333,7 @@ async def test_weights_that_come_while_groups_run_are_in_their_later_tokens(tmp_
         held.release()
         await eventually(lambda: len(passed) == 1)
         update = asyncio.ensure_future(run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(5))))
-        await eventually(lambda: run.rollout.driver._calls)
+        await eventually(lambda: run.rollout.driver._updating.locked())
         for _ in range(20):
             held.release()
         await update
