@@ -16,7 +16,7 @@ test: $(STAMP)  ## the suite, no network
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=15 -m "not slow and not vllm and not docker and not slurm and not netns and not gpu"
 
 test-services: $(STAMP)  ## tests against vLLM, Docker, Slurm and network namespaces; each that cannot run here says why
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "vllm or docker or slurm or netns" || test $$? -eq 5
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m "(vllm or docker or slurm or netns) and not slow" || test $$? -eq 5
 
 soak: $(STAMP)  ## what takes longer
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow --timeout 3600
