@@ -33,13 +33,15 @@ from dockyard_actors.transport.torch_views import as_torch
 class VLLMEngineConfig:
     """max_batch_rows: completions decoded together. kv_cache_bytes: memory for keys and values. max_model_len: positions of
     prompt and completion together; None: as many as the model has and the cache holds. dtype: of the live weights.
-    threads: of torch in this process."""
+    threads: of torch in this process. scratch: existing directory for temporary files, which whoever made it removes after a
+    kill; None: the system's."""
 
     max_batch_rows: int = 128
     kv_cache_bytes: int = 1 << 30
     max_model_len: int | None = None
     dtype: str = "float32"
     threads: int = 1
+    scratch: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_rows", "kv_cache_bytes", "threads"):
@@ -100,8 +102,8 @@ class VLLMEngine:
 
         Sets environment variables of this process before it imports vllm (`vllm_boot.ENVIRONMENT`: no subprocesses, no
         compilation, no pinned threads, no usage statistics, no hub; OMP_NUM_THREADS) and torch's number of threads. One
-        engine of this kind fits into a process. Raises EngineError when vLLM is not installed, not of a supported version
-        or cannot run the model.
+        engine of this kind fits into a process. Raises EngineError when vLLM is not installed, not of a supported version,
+        does not start or cannot run the model.
         """
         structure, self._tokenizer, eos = self._load()
         self._table = StopTable(self._tokenizer, structure.get_text_config().vocab_size, eos)
@@ -113,6 +115,7 @@ class VLLMEngine:
             kv_cache_bytes=self.config.kv_cache_bytes,
             max_model_len=self.config.max_model_len,
             threads=self.config.threads,
+            scratch=self.config.scratch,
         )
 
     def close(self) -> None:

@@ -44,10 +44,12 @@ def open_engine(
     kv_cache_bytes: int,
     max_model_len: int | None,
     threads: int,
+    scratch: str | None = None,
 ) -> Any:
     """vLLM's LLMEngine for a model of this structure, with random weights.
 
-    rows: requests that run at once. Raises EngineError when vLLM is missing, unsupported or cannot run the model.
+    rows: requests that run at once. scratch: existing directory for files that only a killed process leaves behind; None: the
+    system's. Raises EngineError when vLLM is missing, unsupported, does not start or cannot run the model.
     """
     text = structure.get_text_config()
     found, problem = installed_vllm(head_size({name: getattr(text, name, None) for name in HEAD_FACTS}))
@@ -56,22 +58,41 @@ def open_engine(
     os.environ.update(ENVIRONMENT)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
+        os.environ[name] = os.environ.get(name) or value  # an empty one counts as unset
     torch.set_num_threads(threads)
     set_num_threads, environment = torch.set_num_threads, dict(os.environ)
     try:
-        with tempfile.TemporaryDirectory(prefix="vllm-model-") as directory:
+        with _temporary_files_in(scratch), tempfile.TemporaryDirectory(prefix="vllm-model-") as directory:
             _write_config(structure, Path(directory))
             longest = max_model_len or getattr(text, "max_position_embeddings", None) or 0
             return _open(found, directory, dtype, rows, kv_cache_bytes, max_model_len, longest)
     except EngineError:
         raise
     except Exception as error:  # of many kinds, and all of them mean that there is no engine
-        raise EngineError(f"{found} cannot run this model: {type(error).__name__}: {error}") from error
+        about_model = getattr(error, "title", "") == "ModelConfig"  # pydantic's name for what it refused
+        problem = "cannot run this model" if about_model else "could not start"
+        raise EngineError(f"{found} {problem}: {_with_causes(error)}") from error
     finally:
         torch.set_num_threads = set_num_threads  # vLLM puts one there that only warns
         os.environ.clear()  # and preloads libraries into every child of this process
         os.environ.update(environment)
+
+
+@contextmanager
+def _temporary_files_in(directory: str | None) -> Iterator[None]:
+    """Inside, new temporary files of this process and its children go to `directory`. open_engine restores TMPDIR."""
+    before = tempfile.tempdir
+    if directory is not None:
+        tempfile.tempdir = os.environ["TMPDIR"] = directory
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _with_causes(error: BaseException) -> str:
+    told = f"{type(error).__name__}: {error}"
+    return told if error.__cause__ is None else f"{told}; caused by {_with_causes(error.__cause__)}"
 
 
 def close_engine(llm: Any) -> None:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from dockyard_actors.engines.hf import HFEngine
 
 
-def make_engine(config: Config) -> Engine:
-    """The engine that generation.engine names; it waits for the trainer's weights."""
+def make_engine(config: Config, scratch: str | None = None) -> Engine:
+    """The engine that generation.engine names; it waits for the trainer's weights. scratch: directory for temporary files, which
+    whoever made it removes; None: the system's."""
     source, generation = config.model.source, config.generation
     if generation.engine == "hf":
         return make_hf_engine(config, source)
@@ -42,6 +43,7 @@ def make_engine(config: Config) -> Engine:
         kv_cache_bytes=generation.kv_cache_mib << 20,
         dtype=generation.dtype,
         threads=generation.threads,
+        scratch=scratch,
     )
     return VLLMEngine(load, settings)
 
@@ -109,11 +111,11 @@ def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: st
         from dockyard_actors.roles.rollout import Rollout
 
         weights = WeightReader(FdClient(run.fd_path))
-        return Rollout(config, tasks, make_engine(config), make_plane(config, run, name), weights)
+        return Rollout(config, tasks, make_engine(config, socket_dir), make_plane(config, run, name), weights)
     if role == "evaluator":
         from dockyard_actors.roles.evaluator import Evaluator
 
-        return Evaluator(config, tasks, make_engine(config), WeightReader(FdClient(run.fd_path)))
+        return Evaluator(config, tasks, make_engine(config, socket_dir), WeightReader(FdClient(run.fd_path)))
     if role == "trainer":
         from dockyard_actors.roles.learner import Learner
         from dockyard_actors.roles.trainer import Trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -88,17 +89,23 @@ def test_a_run_on_vllm_learns_as_one_on_hf(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_a_killed_vllm_engine_is_replaced(tmp_path: Path) -> None:
-    run = up(
-        tmp_path, "grpo.max_num_steps=12", "generation.engine=vllm", "generation.kv_cache_mib=32",
-        "eval.before=false", "eval.after=false",
-    )  # fmt: skip
-    try:
-        run.wait_for("step 3", lambda: run.steps() >= 3)
-        run.kill("rollout")
-    except BaseException:
-        run.end()
-        raise
-    summary = finished(run)
-    assert summary["restarts"]["rollout-0"] == 1
-    assert summary["steps"] == 12
+def test_a_killed_vllm_engine_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as temporary:  # a short path, as sockets need
+        monkeypatch.setenv("TMPDIR", temporary)
+        run = up(
+            tmp_path, "grpo.max_num_steps=12", "generation.engine=vllm", "generation.kv_cache_mib=32",
+            "eval.before=false", "eval.after=false",
+        )  # fmt: skip
+        try:
+            for name in ("vllm-model-*", "vllm_dist_*"):
+                run.wait_for(f"an engine being opened ({name})", lambda name=name: list(Path(temporary).rglob(name)))
+            run.kill("rollout")
+            run.wait_for("step 2", lambda: run.steps() >= 2)
+            run.kill("rollout")
+        except BaseException:
+            run.end()
+            raise
+        summary = finished(run)
+        assert summary["restarts"]["rollout-0"] == 2
+        assert summary["steps"] == 12
+        assert not list(Path(temporary).rglob("*vllm*"))
