@@ -49,7 +49,7 @@ def with_engine(config: Config) -> tuple[Config, str]:
     try:
         kind, why = choose_engine(config.generation.engine, heads_of(config.model.source))
     except (EngineError, ValueError) as error:
-        raise ConfigError(f"generation.engine: {error}") from None
+        raise ConfigError(str(error)) from None  # it names the key
     return config.model_copy(update={"generation": config.generation.model_copy(update={"engine": kind})}), why
 
 
