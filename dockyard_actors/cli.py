@@ -200,7 +200,8 @@ def _resume(path: Path) -> int:
     resolved = path / "config.resolved.yaml"
     if not resolved.is_file():
         raise UsageError(f"{path}: no run to resume there (config.resolved.yaml is missing)")
-    config, _ = with_engine(from_resolved(resolved.read_text()))  # the engine may have been uninstalled since
+    config, why = with_engine(from_resolved(resolved.read_text()))  # the engine may have been uninstalled since
+    print(f"engine: {config.generation.engine}, because {why}", file=sys.stderr)
     done = read_summary(path / "summary.json")
     if done is not None and done.status == "completed":
         print(

@@ -190,7 +190,8 @@ def refusals(config: Config) -> list[str]:
     if config.weight_sync.pause == "wait" and config.weight_sync.timeout_s <= config.group.deadline_s:
         found.append(
             f"weight_sync.timeout_s: {config.weight_sync.timeout_s:g} s with weight_sync.pause 'wait' must be above group.deadline_s "
-            f"({config.group.deadline_s:g} s): an engine with one slow group would be restarted with all its groups"
+            f"({config.group.deadline_s:g} s): an engine with one slow group would be restarted with all its groups; "
+            f"set weight_sync.timeout_s={config.group.deadline_s + 60:g} or a smaller group.deadline_s"
         )
     if config.warmup.steps and config.model.source != "tiny":
         found.append(
