@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from dockyard_actors.observe.text import one_line
 from dockyard_actors.observe.trace import WAY, Span, TraceEvent
 
 Interval = tuple[int, int]
+AWAY_S = 10.0  # a run that lives traces a wait or some work at least every few seconds
 """Start and end, µs since the epoch."""
 
 OVERLAPPING = ("generate", "score", "train")
@@ -69,8 +71,11 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a stretch of time. Gaps in which no role was traced for `AWAY_S`, as between Ctrl-C and resume, are no part of it."""
+
     start_us: int
-    wall_s: float
+    wall_s: float  # without the gaps
+    away_s: float  # the gaps
     roles: dict[str, RoleTime]
     overlap: Overlap
 
@@ -187,7 +192,8 @@ def render_idle(report: IdleReport, console: Console) -> None:
     """Prints the report: the training window when there is one, else the whole trace."""
     window = report.training or report.whole
     what = f"training, {report.steps - 1} steps" if report.training else "the whole trace: fewer than two steps so far"
-    _line(console, f"{what}: {duration(window.wall_s)} of {duration(report.whole.wall_s)} traced", "bold")
+    away = f", {duration(window.away_s)} in which nothing ran left out" if window.away_s else ""
+    _line(console, f"{what}: {duration(window.wall_s)} of {duration(report.whole.wall_s)} traced{away}", "bold")
     table = _table("role", "busy", "waiting", "idle", "busy with", "waits for", right=("busy", "waiting", "idle"))
     for role, time in window.roles.items():
         shares = [_percent(seconds / window.wall_s) for seconds in (time.busy_s, time.waiting_s, time.idle_s)]
@@ -217,16 +223,24 @@ def _window(own: Sequence[RoleSpan], window: Interval) -> Window:
     by_role: dict[str, list[Span]] = defaultdict(list)
     for item in own:
         by_role[item.role].append(item.span)
-    wall = window[1] - window[0]
+    away = _away([(item.span.start_us, item.span.end_us) for item in own], window)
+    wall = window[1] - window[0] - away
     return Window(
         start_us=window[0],
         wall_s=wall / 1e6,
-        roles={role: _role_time(spans, window) for role, spans in sorted(by_role.items())},
-        overlap=_overlap([item.span for item in own if item.role != ASIDE], window),
+        away_s=away / 1e6,
+        roles={role: _role_time(spans, window, wall) for role, spans in sorted(by_role.items())},
+        overlap=_overlap([item.span for item in own if item.role != ASIDE], window, wall),
     )
 
 
-def _role_time(spans: Iterable[Span], window: Interval) -> RoleTime:
+def _away(traced: Iterable[Interval], window: Interval) -> int:
+    """Microseconds of the gaps of at least `AWAY_S` between which somebody was traced and in which nobody was: the run was not there."""
+    gaps = (later[0] - earlier[1] for earlier, later in pairwise(union(traced, window)))
+    return sum(gap for gap in gaps if gap >= AWAY_S * 1e6)
+
+
+def _role_time(spans: Iterable[Span], window: Interval, wall: int) -> RoleTime:
     working: dict[str, list[Interval]] = defaultdict(list)
     waiting: dict[str, list[Interval]] = defaultdict(list)
     for span in spans:
@@ -234,7 +248,6 @@ def _role_time(spans: Iterable[Span], window: Interval) -> RoleTime:
             working[span.name].append((span.start_us, span.end_us))
         else:
             waiting[str(span.args.get("for", span.name))].append((span.start_us, span.end_us))
-    wall = window[1] - window[0]
     busy = union(_all(working), window)
     covered = length(union([*busy, *_all(waiting)], window))
     # Waiting while something else goes on costs nothing: only what is not busy counts.
@@ -250,13 +263,12 @@ def _role_time(spans: Iterable[Span], window: Interval) -> RoleTime:
     )
 
 
-def _overlap(spans: Iterable[Span], window: Interval) -> Overlap:
+def _overlap(spans: Iterable[Span], window: Interval, wall: int) -> Overlap:
     parts: dict[str, list[Interval]] = {name: [] for name in OVERLAPPING}
     for span in spans:
         if span.busy and span.name in parts:
             parts[span.name].append((span.start_us, span.end_us))
     busy = {name: union(intervals, window) for name, intervals in parts.items()}
-    wall = window[1] - window[0]
     share = {name: length(intervals) / wall for name, intervals in busy.items()}
 
     def either(*names: str) -> float:

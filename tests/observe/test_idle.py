@@ -242,3 +242,31 @@ def test_names_from_a_trace_reach_the_terminal_without_control_codes(tmp_path: P
     render_idle(idle_report(path), Console(file=out, width=200, force_terminal=True, color_system=None))
     assert "\x1b" not in out.getvalue()
     assert "na\\x1b[2Jme[red]" in out.getvalue()
+
+
+def test_the_time_between_an_interruption_and_a_resume_is_nobodys_idle_time(tmp_path: Path) -> None:
+    def session(start: float) -> list[tuple[str, Span]]:
+        return [
+            (role, Span(s.name, s.start_us + round(start * SECOND), s.duration_us, busy=s.busy, args=s.args))
+            for role, s in STEPS
+        ]
+
+    whole = idle_report(trace_of(tmp_path / "a.json", session(0))).training
+    twice = idle_report(trace_of(tmp_path / "b.json", [*session(0), *session(500)]))
+    window = twice.training
+    assert whole is not None
+    assert window is not None
+    assert window.away_s == 470.0
+    assert window.wall_s == 50.0, "five steps of 10 s, from the end of the first"
+    for time in window.roles.values():
+        assert time.busy_s + time.waiting_s + time.idle_s == pytest.approx(window.wall_s)
+    trainer, alone = window.roles["trainer"], whole.roles["trainer"]
+    assert trainer.idle_s / window.wall_s == pytest.approx(alone.idle_s / whole.wall_s, abs=0.03)
+    assert "7:50 in which nothing ran left out" in _rendered(twice)
+    assert "left out" not in _rendered(idle_report(tmp_path / "a.json"))
+
+
+def _rendered(report: Any) -> str:
+    out = io.StringIO()
+    render_idle(report, Console(file=out, width=200))
+    return out.getvalue()
