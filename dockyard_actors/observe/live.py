@@ -136,6 +136,8 @@ class LiveView:
         if snapshot.isolation == WEAK and WEAK not in self._warned:
             self._warned.add(WEAK)
             self._say(f"warning: {WEAK_TEXT}")
+        if last is not None and snapshot.evals != last.evals:
+            self._say(f"evaluated: {_evals_text(snapshot.evals)}", now)
         if last is None or snapshot.phase != last.phase:
             self._progress_said = False
             self._say(f"phase: {snapshot.phase}", now)

@@ -117,7 +117,7 @@ class Evaluations:
         """The evaluator takes a copy of these weights and keeps it while training goes on."""
         try:
             await self.trainer.ctx.ref("evaluator").ask(
-                m.UpdateWeights(ref=ref, canary=canary), deadline_s=self.config.weight_sync.timeout_s
+                m.UpdateWeights(ref=ref, canary=canary), deadline_s=self.config.weight_sync.timeout_s, retry=True
             )
             for split, mode, tasks in self._evaluations():
                 if self.trainer.stop_reason:
@@ -128,7 +128,7 @@ class Evaluations:
         ) as error:  # its weights were replaced before it had them, or it died: the next version will do
             log.warning("the evaluation of step %d is put off: %s", step, error)
             if not self.put_off:
-                text = f"the evaluation of step {due} was put off to a later step: {str(error).splitlines()[0]}"
+                text = f"the evaluation of step {due} is put off to a later one: the evaluator could not take or keep its weights"
                 await self.trainer.tell(m.Warn(text=text))
             self.put_off += 1
             self.due = self.due or due

@@ -77,6 +77,16 @@ def test_plain_output_has_one_line_per_step_and_per_phase_change_and_no_control_
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out.getvalue())
 
 
+def test_plain_output_says_what_an_evaluation_beside_training_found():
+    view, out, _ = plain_view()
+    view.update(changed(step=4))
+    view.update(changed(step=4, evals=PassRates(train_t1=(0.25, None), heldout_t1=(0.125, 0.5))))
+    view.update(changed(step=4, evals=PassRates(train_t1=(0.25, None), heldout_t1=(0.125, 0.5))))
+    said = [line for line in out.getvalue().splitlines() if "evaluated" in line]
+    assert len(said) == 1
+    assert "held-out T=1 0.12 → 0.50" in said[0]
+
+
 def test_plain_output_shows_progress_for_what_takes_over_two_seconds_and_names_the_longest_wait():
     view, out, clock = plain_view()
     loading = changed(phase="loading the model", step=0, phase_done=3, phase_total=9)
