@@ -11,28 +11,40 @@ import numpy as np
 
 from dockyard_actors.engines.base import GroupOutput, GroupRequest, SamplingConfig
 from dockyard_actors.roles.engine_driver import EngineDriver
-from tests.roles.world import PATIENCE_S, ScriptedEngine
+from tests.roles.world import PATIENCE_S, ScriptedEngine, eventually
 
 TEXT = "abcdefgh\n"
 
 
 class Turnstile:
-    """Lets the engine's thread take as many steps as were allowed, then holds it at the next one."""
+    """Lets the engine's thread take as many steps as were allowed, then holds it at the next one.
+
+    A step counts as taken when it begins: what is asked then may come before or behind the next one. `take` leaves no such choice.
+    """
 
     def __init__(self, engine: ScriptedEngine):
         self._allowed = threading.Semaphore(0)
         self.taken = 0
+        self.held = False  # at the step after those taken: the one before has ended, and what is asked now comes behind this one
         self.open = False
         engine.before_step = self._pass
 
     def _pass(self) -> None:
         if not self.open:
+            self.held = True
             assert self._allowed.acquire(timeout=PATIENCE_S)
+            self.held = False
         self.taken += 1
 
     def allow(self, steps: int) -> None:
         for _ in range(steps):
             self._allowed.release()
+
+    async def take(self, steps: int) -> None:
+        """Lets the engine take that many more steps, and waits until it is held at the one behind them."""
+        taken = self.taken + steps
+        self.allow(steps)
+        await eventually(lambda: self.held and self.taken == taken)
 
     def release(self) -> None:
         self.open = True

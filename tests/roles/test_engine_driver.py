@@ -24,8 +24,7 @@ async def test_groups_submitted_together_join_at_one_step_in_their_order() -> No
         joined: list[list[int]] = []
         engine.before_step, stepping = lambda: (joined.append(list(engine.running)), stepping())[1], engine.before_step
         (first, _), *rest = submit(driver, 1, 2, 3)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
+        await turnstile.take(2)
         late = submit(driver, 4, 5)
         turnstile.release()
         results = await asyncio.gather(first.result(), *(generation.result() for generation, _ in rest + late))
@@ -38,8 +37,7 @@ async def test_groups_submitted_together_join_at_one_step_in_their_order() -> No
 async def test_a_cut_group_returns_what_it_has() -> None:
     async with driving() as (driver, _, turnstile):
         ((generation, output),) = submit(driver, 7)
-        turnstile.allow(3)
-        await eventually(lambda: turnstile.taken == 3)
+        await turnstile.take(3)
         generation.cut()
         turnstile.release()
         result = await generation.result()
@@ -53,8 +51,7 @@ async def test_cutting_or_cancelling_a_group_spares_others_of_its_key() -> None:
     async with driving() as (driver, _, turnstile):
         (cut, _), (kept, output) = submit(driver, 7, 7)
         cancelled, _ = await generate(driver, 7)
-        turnstile.allow(3)
-        await eventually(lambda: turnstile.taken == 3)
+        await turnstile.take(3)
         cut.cut()
         cancelled.cancel()
         await asyncio.sleep(0)
@@ -69,8 +66,7 @@ async def test_cutting_or_cancelling_a_group_spares_others_of_its_key() -> None:
 async def test_a_cancelled_group_is_not_written_any_more() -> None:
     async with driving() as (driver, engine, turnstile):
         running, output = await generate(driver)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
+        await turnstile.take(2)
         running.cancel()
         await asyncio.sleep(0)
         turnstile.release()
@@ -86,8 +82,7 @@ async def test_a_cancelled_group_is_not_written_any_more() -> None:
 async def test_a_group_cancelled_twice_still_ends_only_when_nothing_writes() -> None:
     async with driving() as (driver, engine, turnstile):
         running, _ = await generate(driver)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
+        await turnstile.take(2)
         for _ in range(3):
             running.cancel()
             for _ in range(5):
@@ -180,8 +175,7 @@ async def test_a_failed_step_ends_every_wait_and_says_why() -> None:
 async def test_closing_ends_every_wait_and_the_engine() -> None:
     async with driving() as (driver, engine, turnstile):
         running, _ = await generate(driver)
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
+        await turnstile.take(1)
         driver.close()
         turnstile.release()
         with pytest.raises(EngineStopped, match="closed"):

@@ -19,8 +19,7 @@ from tests.roles.world import ScriptedEngine, eventually
 async def test_running_groups_go_on_under_the_new_weights(mode: PauseMode) -> None:
     async with driving() as (driver, engine, turnstile):
         running, output = await generate(driver)
-        turnstile.allow(3)
-        await eventually(lambda: turnstile.taken == 3)
+        await turnstile.take(3)
         update = asyncio.ensure_future(driver.update(swap(engine, 1), mode))
         await asyncio.sleep(0)  # the update is asked for while the fourth step is held
         turnstile.release()
@@ -36,8 +35,7 @@ async def test_running_groups_go_on_under_the_new_weights(mode: PauseMode) -> No
 async def test_wait_lets_running_groups_end_first_and_holds_new_ones_back() -> None:
     async with driving() as (driver, engine, turnstile):
         running, before = await generate(driver, 1)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
+        await turnstile.take(2)
         update = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
         await asyncio.sleep(0)
         late, after = await generate(driver, 2)
@@ -50,8 +48,7 @@ async def test_wait_lets_running_groups_end_first_and_holds_new_ones_back() -> N
 async def test_an_update_given_up_while_it_waits_never_runs_and_what_it_held_back_goes_on() -> None:
     async with driving() as (driver, engine, turnstile):
         running, _ = await generate(driver, 1)
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
+        await turnstile.take(1)
         update = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
         await asyncio.sleep(0)
         turnstile.allow(1)
@@ -70,8 +67,7 @@ async def test_an_update_given_up_is_not_run_by_the_next_one(caplog: pytest.LogC
     caplog.set_level(logging.INFO)
     async with driving() as (driver, engine, turnstile):
         running, before = await generate(driver, 1)
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
+        await turnstile.take(1)
         given_up = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
         await asyncio.sleep(0)
         turnstile.allow(1)
@@ -94,8 +90,7 @@ async def test_suspect_weights_stop_decoding_until_better_ones_come() -> None:
 
     async with driving() as (driver, engine, turnstile):
         running, output = await generate(driver)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
+        await turnstile.take(2)
         update = asyncio.ensure_future(driver.update(bad, "keep"))
         await asyncio.sleep(0)
         turnstile.release()
@@ -149,8 +144,7 @@ async def test_tokens_made_while_suspect_weights_were_tried_are_taken_back(steps
     had: list[list[int]] = []
     async with driving(engine=Stepping(("ab\n", TEXT))) as (driver, engine, turnstile):
         running, output = await generate(driver)
-        turnstile.allow(steps - 1)
-        await eventually(lambda: turnstile.taken == steps - 1)
+        await turnstile.take(steps - 1)
         updates = [asyncio.ensure_future(driver.update(lambda v=v: tried(v, False), "keep")) for v in (1, 2)]
         await asyncio.sleep(0)
         turnstile.release()
@@ -177,8 +171,7 @@ async def test_a_group_that_waits_behind_suspect_weights_is_cut_with_what_it_has
 
     async with driving() as (driver, _, turnstile):
         ((generation, output),) = submit(driver, 7)
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 2)
+        await turnstile.take(2)
         update = asyncio.ensure_future(driver.update(bad, "keep"))
         await asyncio.sleep(0)
         turnstile.release()
@@ -210,8 +203,7 @@ async def test_an_update_that_changed_nothing_lets_the_engine_go_on() -> None:
 async def test_a_group_cut_behind_a_waiting_update_has_no_token() -> None:
     async with driving() as (driver, engine, turnstile):
         running, _ = await generate(driver, 1)
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
+        await turnstile.take(1)
         update = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
         await asyncio.sleep(0)
         ((late, output),) = submit(driver, 2)
@@ -225,8 +217,7 @@ async def test_a_group_cut_behind_a_waiting_update_has_no_token() -> None:
 async def test_a_failed_step_ends_the_update_that_waited_for_it() -> None:
     async with driving() as (driver, engine, turnstile):
         running, _ = await generate(driver)
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
+        await turnstile.take(1)
         update = asyncio.ensure_future(driver.update(swap(engine, 1), "wait"))
         await asyncio.sleep(0)
         turnstile.allow(1)

@@ -118,23 +118,25 @@ async def test_an_evaluation_that_ends_early_takes_nothing_from_the_next_one() -
         return [verdict_of(passed=program.source.startswith("x = 1")) for program in programs]
 
     async with driving(engine=Uneven(("1  ", "2  "))) as (driver, engine, turnstile):
+        cut: list[int] = []
+        driver._cut, cutting = lambda job: (cut.append(job.request.key), cutting(job))[1], driver._cut
         old = asyncio.ensure_future(ask(driver, judge))
-        await eventually(lambda: len(engine.running) + len(driver._calls) == len(PROMPTS))
-        turnstile.allow(1)
-        await eventually(lambda: turnstile.taken == 1)
+        await eventually(lambda: turnstile.held and len(engine.running) + len(driver._calls) == len(PROMPTS))
+        await turnstile.take(1)
         update = asyncio.ensure_future(driver.update(swap(engine, 1), "keep"))
         await asyncio.sleep(0)
-        turnstile.allow(1)
+        await turnstile.take(1)
         await update
         new = asyncio.ensure_future(ask(driver, judge, version=1))
         await eventually(lambda: len(driver._calls) == len(PROMPTS))
         # The old short groups end with tokens of both weights; the long one runs on beside the new ones.
-        turnstile.allow(2)
-        await eventually(lambda: turnstile.taken == 4 and driver._calls)
+        await turnstile.take(2)
+        await eventually(lambda: cut or driver._calls)
         turnstile.release()
         with pytest.raises(WrongVersion):
             await old
         assert (await new).results == tuple(m.TaskResult(prompt, 1, 2) for prompt in PROMPTS)
+        assert cut, "the old long group was cut, and no new one of its key"
 
 
 async def test_completions_that_were_cut_end_an_evaluation_and_are_not_judged() -> None:
