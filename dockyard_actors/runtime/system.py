@@ -48,13 +48,18 @@ from dockyard_actors.runtime.registry import (
 from dockyard_actors.runtime.status import CRASH_CODE, Counts, StopRequest, SystemStats, SystemStatus
 from dockyard_actors.transport.base import (
     Address,
+    ControlConfig,
+    ControlTransport,
     Lane,
+    Receiver,
     load_keys,
     open_control,
     parse_rendezvous,
 )
 
 log = logging.getLogger("dockyard.runtime.system")
+
+OpenTransport = Callable[[ControlConfig, Receiver], ControlTransport]
 
 _REGISTRY_CONTROL = tuple(
     sorted(handlers_of(Registry))
@@ -67,8 +72,12 @@ class ActorSystem:
     At exit of the block it raises ActorCrashed when an actor's own task had failed and nothing else is being raised.
     """
 
-    def __init__(self, config: SystemConfig | None = None, *, is_agent: bool = False) -> None:
+    def __init__(
+        self, config: SystemConfig | None = None, *, is_agent: bool = False, transport: OpenTransport = open_control
+    ) -> None:
+        """``transport`` opens the control transport: ZMQ, or a simulated network (`runtime.testing`)."""
         self.config = config or SystemConfig()
+        self._open_transport = transport
         self.directory = Directory()
         self.gone: dict[str, str] = {}  # uid → cause, of dead processes
         self.counts = Counts()
@@ -95,7 +104,7 @@ class ActorSystem:
         if config.rendezvous and not config.ipc_prefix:
             self._own_dir = Path(tempfile.mkdtemp(prefix="dy-"))
             config = self.config = dataclasses.replace(config, ipc_prefix=f"{self._own_dir}/")
-        self.transport = open_control(config.control(keys), self._reception)
+        self.transport = self._open_transport(config.control(keys), self._reception)
         self.caller = Caller(self)
         try:
             await self.transport.start()
