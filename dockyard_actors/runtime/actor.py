@@ -9,11 +9,12 @@ import inspect
 import typing
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dockyard_actors.runtime.message import Message, MessageTypeError, decoder, reply_type
+from dockyard_actors.runtime.message import Message, MessageTypeError, Stream, decoder, reply_type
 
 if TYPE_CHECKING:
     import asyncio
@@ -69,7 +70,8 @@ class ActorContext:
 
 
 class Actor:
-    """Base of actors. Handlers are async methods with one parameter annotated with a `Message` subclass.
+    """Base of actors. Handlers are async methods with one parameter annotated with a `Message` subclass; those of a `Stream` are
+    async generators and run in tasks of their own.
 
     An exception in a handler goes to the asker as `RemoteError` and to the log; the actor lives on.
     """
@@ -95,12 +97,19 @@ class Handler:
     decode: Callable[[Any], Any]
     concurrent: bool
     control: bool
+    stream: bool = False
 
 
 def handlers_of(cls: type[Actor]) -> dict[str, Handler]:
     """The handler table of an actor class by message name. MessageTypeError for handlers that cannot work as declared."""
+    return _table(cls)
+
+
+@cache
+def _table(cls: type[Actor]) -> dict[str, Handler]:
     table: dict[str, Handler] = {}
-    for name, function in inspect.getmembers(cls, inspect.iscoroutinefunction):
+    for name, function in inspect.getmembers(cls, _may_handle):
+        stream = inspect.isasyncgenfunction(function)
         marked = getattr(function, "__dockyard_concurrent__", False) or getattr(function, "__dockyard_control__", False)
         kinds = _message_kinds(cls, name, function)
         if not kinds:
@@ -114,15 +123,24 @@ def handlers_of(cls: type[Actor]) -> dict[str, Handler]:
                 raise MessageTypeError(
                     f"{cls.__name__} handles {kind.__name__} twice: {table[kind.__name__].method} and {name}"
                 )
+            if issubclass(kind, Stream) != stream:
+                raise MessageTypeError(
+                    f"{cls.__name__}.{name} handles {kind.__name__}: a Stream is handled by an async generator, and nothing else is"
+                )
             decoder(reply_type(kind))  # a reply that cannot travel is found at start, not at the first ask
             table[kind.__name__] = Handler(
                 name,
                 kind,
                 decoder(kind).decode,
-                getattr(function, "__dockyard_concurrent__", False),
+                stream or getattr(function, "__dockyard_concurrent__", False),
                 getattr(function, "__dockyard_control__", False),
+                stream,
             )
     return table
+
+
+def _may_handle(member: Any) -> bool:
+    return inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
 
 
 def _message_kinds(cls: type, name: str, function: Callable[..., Awaitable[Any]]) -> list[type[Message[Any]]]:

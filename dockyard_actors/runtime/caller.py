@@ -1,6 +1,7 @@
 """The asking side of an actor system: pending asks, each sender's windows, retries across incarnations, and who waits for whom.
 
-Every wait here has a deadline in the process's one heap and shows up in `waits()`. It sends through peers and knows no sockets.
+Every wait here has a deadline in the process's one heap and shows up in `waits()`. What a handler asks of others inherits its
+deadline and its trace id. It sends through peers and knows no sockets.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,15 @@ from dockyard_actors.runtime.errors import (
     RemoteError,
     StaleIncarnation,
     SystemClosed,
+    TooLarge,
     UnknownName,
+    WireError,
 )
-from dockyard_actors.runtime.message import Message, R, encoder, reply_decoder
+from dockyard_actors.runtime.message import Message, R, Stream, encoder, reply_decoder
+from dockyard_actors.runtime.scope import handled
+from dockyard_actors.runtime.streams import Streaming
+from dockyard_actors.runtime.waits import PendingReply, PendingRoom, Wait, Waiting, no_room
+from dockyard_actors.runtime.windows import Outlet, Window
 from dockyard_actors.transport.base import Lane, Peer
 
 if TYPE_CHECKING:
@@ -39,132 +46,41 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dockyard.runtime.caller")
 
-
-class Wait(msgspec.Struct, frozen=True):
-    """Somebody waits for somebody: who, for whom, for what, how long already, and how long at most from its start (seconds)."""
-
-    owner: str
-    peer: str
-    message: str
-    what: str  # "reply" | "room" | "start" | a role's own words
-    age_s: float
-    deadline_s: float
-
-
-class _Waiting:
-    """One wait with a deadline. Subclasses say with which error it ends when the deadline passes."""
-
-    __slots__ = ("deadline", "done", "future", "incarnation", "kind", "loop", "owner", "peer", "started", "uid")
-    what = ""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, owner: str, entry: Entry, kind: str, deadline: float) -> None:
-        self.loop, self.owner, self.peer, self.kind, self.deadline = loop, owner, entry.name, kind, deadline
-        self.uid, self.incarnation = entry.uid, entry.incarnation
-        self.future: asyncio.Future[Any] = loop.create_future()
-        self.started = loop.time()
-        self.done = False
-
-    def expire(self) -> None:
-        self.done = True
-        if not self.future.done():
-            self.future.set_exception(self.timeout())
-
-    def fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-    def timeout(self) -> ActorError:
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        return f"{self.owner} asked {self.peer}#{self.incarnation} for {self.kind}"
-
-
-class _Pending(_Waiting):
-    __slots__ = ()
-    what = "reply"
-
-    def timeout(self) -> ActorError:
-        return AskTimeout(f"{self.describe()} and had no reply after {self.deadline - self.started:.3g} s")
-
-
-class _Room(_Waiting):
-    __slots__ = ()
-    what = "room"
-
-    def timeout(self) -> ActorError:
-        return MailboxFull(
-            f"{self.describe()} and found no room in its mailbox for {self.deadline - self.started:.3g} s; nothing was sent"
-        )
-
-
-class _Window:
-    """How many more messages an actor accepts from this process on one lane. Waiters are served in order."""
-
-    __slots__ = ("free", "waiters")
-
-    def __init__(self, size: int) -> None:
-        self.free = size
-        self.waiters: deque[_Room] = deque()
-
-    def take(self) -> bool:
-        """Takes a place if there is one and nobody waits for it."""
-        if self.free > 0 and not self.waiters:
-            self.free -= 1
-            return True
-        return False
-
-    def add(self, count: int) -> None:
-        self.free += count
-        while self.free > 0 and self.waiters:
-            room = self.waiters.popleft()
-            if not room.future.done():
-                self.free -= 1
-                room.future.set_result(None)
-
-
-class _Outlet:
-    """The way to one process: a connection and the windows of its actors."""
-
-    __slots__ = ("peer", "windows")
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.windows: dict[tuple[str, int, Lane], _Window] = {}
-
-    def window(self, entry: Entry, lane: Lane) -> _Window:
-        key = (entry.name, entry.incarnation, lane)
-        window = self.windows.get(key)
-        if window is None:
-            window = self.windows[key] = _Window(entry.window)
-        return window
+_FRAME_ROOM = 64  # bytes of a frame that are not the envelope's
 
 
 class Caller:
     def __init__(self, system: ActorSystem) -> None:
         self.system = system
         self.loop = system.loop
-        self.pending: dict[int, _Waiting] = {}
-        self._outlets: dict[str, _Outlet] = {}
-        self._waiting: dict[int, _Waiting] = {}  # waits other than pending replies, by id()
+        self.pending: dict[int, PendingReply] = {}
+        self.feeds: dict[int, Streaming[Any]] = {}
+        self.closed = False
+        self._outlets: dict[str, Outlet] = {}
+        self._by_peer: dict[Peer, Outlet] = {}
+        self._waiting: dict[int, Waiting] = {}  # waits other than pending replies, by id()
         self._extra: list[tuple[str, str, str, str, float, float]] = []
-        self._last_id = 0
-        self._closed = False
+        self._last_id = self._last_trace = 0
+        self._traces = zlib.crc32(system.config.uid.encode()) << 31  # traces of one process begin alike
 
     # ------------------------------------------------------------------ ask and tell
 
-    async def ask(self, ref: Ref, msg: Message[R], deadline_s: float | None, retry: bool) -> R:
+    async def ask(self, ref: Ref, msg: Message[R], deadline_s: float | None, retry: bool, wait: bool) -> R:
         kind = type(msg)
         decode = reply_decoder(kind)
-        deadline = self.loop.time() + (self.system.config.ask_s if deadline_s is None else deadline_s)
         self.system.counts.asks += 1
+        deadline, trace = self._scope(self.system.config.ask_s if deadline_s is None else deadline_s)
+        if deadline <= self.loop.time():
+            raise AskTimeout(
+                f"{ref.owner} had no time left to ask {ref.name} for {kind.__name__}: its own deadline has passed; nothing was sent"
+            )
         if retry:
-            body = await self._persist(ref, msg, deadline)
+            body = await self._persist(ref, msg, deadline, trace)
         else:
             entry = self.system.directory.alive(ref.name) or await self._resolve(ref, deadline)
             if ref.incarnation is not None and ref.incarnation != entry.incarnation:
                 raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
-            body = await self.ask_entry(entry, ref.owner, msg, deadline)
+            body = await self.ask_entry(entry, ref.owner, msg, deadline, trace=trace, wait=wait)
         try:
             return decode(body)
         except msgspec.MsgspecError as error:
@@ -172,51 +88,70 @@ class Caller:
                 f"{ref.name} answered {kind.__name__} with something else than its reply type: {error}"
             ) from error
 
-    async def tell(self, ref: Ref, msg: Message[Any], deadline_s: float | None) -> None:
+    async def tell(self, ref: Ref, msg: Message[Any], deadline_s: float | None, wait: bool) -> None:
         self.system.counts.tells += 1
-        deadline = self.loop.time() + (self.system.config.tell_s if deadline_s is None else deadline_s)
         kind = type(msg).__name__
+        scope = handled.get()
+        trace = self._trace() if scope is None else scope.trace
         try:
-            entry = self.system.directory.alive(ref.name) or await self._resolve(ref, deadline)
-            if ref.incarnation is not None and ref.incarnation != entry.incarnation:
-                raise StaleIncarnation(f"{ref.name} is at incarnation {entry.incarnation}")
+            entry = self.system.directory.alive(ref.name)
+            if entry is None or (ref.incarnation is not None and ref.incarnation != entry.incarnation):
+                entry = await self._resolve_tell(ref, deadline_s)
             lane = Lane.CONTROL if kind in entry.control else Lane.USER
-            outlet = self.outlet(entry)
+            outlet = self._outlets.get(entry.uid) or self.outlet(entry)
+            envelope = encoder.encode(wire.Tell(entry.name, entry.incarnation, ref.owner, kind, wire.raw(msg), trace))
+            self._fits(envelope, ref, kind)
             window = outlet.window(entry, lane)
-            if not window.take():
-                await self._room(window, entry, ref.owner, kind, deadline)
+            if not window.take(len(envelope)):
+                deadline = self._scope(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
+                await self._room(window, entry, ref.owner, kind, deadline, trace, len(envelope), wait)
         except MailboxFull:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: no room")
             raise
         except (UnknownName, PeerDied) as error:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: {error}")
             return
-        outlet.peer.send(lane, encoder.encode(wire.Tell(entry.name, entry.incarnation, ref.owner, kind, wire.raw(msg))))
+        outlet.peer.send(lane, envelope)
 
     async def ask_entry(
-        self, entry: Entry, owner: str, msg: Message[Any], deadline: float, *, repeat: tuple[int, float] | None = None
+        self,
+        entry: Entry,
+        owner: str,
+        msg: Message[Any],
+        deadline: float,
+        *,
+        trace: int = 0,
+        wait: bool = True,
+        repeat: tuple[int, float] | None = None,
     ) -> msgspec.Raw:
         """One ask of one incarnation. ``repeat``: (request id, deadline of the whole) of an ask that may be sent again."""
         kind = type(msg).__name__
         lane = Lane.CONTROL if kind in entry.control else Lane.USER
-        outlet = self.outlet(entry)
+        outlet = self._outlets.get(entry.uid) or self.outlet(entry)
         window = outlet.window(entry, lane)
-        if not window.take():
-            await self._room(window, entry, owner, kind, deadline)
         request, until = repeat or (self.next_id(), deadline)
-        pending = _Pending(self.loop, owner, entry, kind, deadline)
+        pending = PendingReply(self.loop, owner, entry, kind, deadline, trace)
+        ask = wire.Ask(
+            request,
+            entry.name,
+            entry.incarnation,
+            owner,
+            kind,
+            until - pending.started,
+            repeat is not None,
+            wire.raw(msg),
+            trace,
+        )
+        envelope = encoder.encode(ask)
+        self._fits(envelope, entry, kind)
+        if not window.take(len(envelope)):
+            await self._room(window, entry, owner, kind, deadline, trace, len(envelope), wait)
+            ask.ttl = until - self.loop.time()
+            envelope = encoder.encode(ask)
         self.pending[request] = pending
         self.system.deadlines.push(deadline, pending)
-        ttl = until - pending.started
         try:
-            outlet.peer.send(
-                lane,
-                encoder.encode(
-                    wire.Ask(
-                        request, entry.name, entry.incarnation, owner, kind, ttl, repeat is not None, wire.raw(msg)
-                    )
-                ),
-            )
+            outlet.peer.send(lane, envelope)
             return await pending.future
         except asyncio.CancelledError:
             outlet.peer.send(lane, encoder.encode(wire.Cancel(request, entry.name)))
@@ -228,7 +163,32 @@ class Caller:
                 pending.done = True
                 self.system.deadlines.finished()
 
-    async def _persist(self, ref: Ref, msg: Message[Any], deadline: float) -> msgspec.Raw:
+    async def open_stream(
+        self, feed: Streaming[Any], ref: Ref, msg: Stream[Any], item_s: float, credit: int
+    ) -> tuple[int, Entry, Lane, Peer]:
+        """Asks for a stream; its items and its end come to ``feed``."""
+        kind = type(msg).__name__
+        deadline, trace = self._scope(item_s)
+        entry = self.system.directory.alive(ref.name) or await self._resolve(ref, deadline)
+        if ref.incarnation is not None and ref.incarnation != entry.incarnation:
+            raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
+        lane = Lane.CONTROL if kind in entry.control else Lane.USER
+        outlet = self.outlet(entry)
+        scope = handled.get()
+        ttl = float("inf") if scope is None else scope.deadline - self.loop.time()
+        request = self.next_id()
+        envelope = encoder.encode(
+            wire.Ask(request, entry.name, entry.incarnation, ref.owner, kind, ttl, False, wire.raw(msg), trace, credit)
+        )
+        self._fits(envelope, ref, kind)
+        window = outlet.window(entry, lane)
+        if not window.take(len(envelope)):
+            await self._room(window, entry, ref.owner, kind, deadline, trace, len(envelope), True)
+        self.feeds[request] = feed
+        outlet.peer.send(lane, envelope)
+        return request, entry, lane, outlet.peer
+
+    async def _persist(self, ref: Ref, msg: Message[Any], deadline: float, trace: int) -> msgspec.Raw:
         """Asks until the deadline, over any number of incarnations, always under one request id."""
         request = self.next_id()
         kind = type(msg).__name__
@@ -249,7 +209,7 @@ class Caller:
                 raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
             attempt = min(deadline, self.loop.time() + self.system.config.retry_every_s)
             try:
-                return await self.ask_entry(entry, ref.owner, msg, attempt, repeat=(request, deadline))
+                return await self.ask_entry(entry, ref.owner, msg, attempt, trace=trace, repeat=(request, deadline))
             except PeerDied as error:
                 last, after = error, entry.incarnation
                 log.info("%s: %s; asking the next incarnation", kind, error)
@@ -272,99 +232,144 @@ class Caller:
             raise PeerDied(f"{ref.name}#{known.incarnation} is dead ({known.cause}) and has not been restarted yet")
         return known
 
+    async def _resolve_tell(self, ref: Ref, deadline_s: float | None) -> Entry:
+        deadline = self._scope(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
+        entry = await self._resolve(ref, deadline)
+        if ref.incarnation is not None and ref.incarnation != entry.incarnation:
+            raise StaleIncarnation(f"{ref.name} is at incarnation {entry.incarnation}")
+        return entry
+
+    def _scope(self, seconds: float) -> tuple[float, int]:
+        """(deadline, trace) of something that may take ``seconds``, within what the running handler has left."""
+        deadline = self.loop.time() + seconds
+        scope = handled.get()
+        if scope is None:
+            return deadline, self._trace()
+        return min(deadline, scope.deadline), scope.trace
+
+    def _trace(self) -> int:
+        self._last_trace = (self._last_trace + 1) & 0x7FFFFFFF
+        return self._traces | self._last_trace
+
     # ------------------------------------------------------------------ room
 
-    def outlet(self, entry: Entry) -> _Outlet:
-        if self._closed:
+    def outlet(self, entry: Entry) -> Outlet:
+        if self.closed:
             raise SystemClosed(f"{self.system.config.name}: the actor system is closed")
         outlet = self._outlets.get(entry.uid)
         if outlet is None:
             cause = self.system.gone.get(entry.uid)
             if cause is not None:
                 raise PeerDied(f"{entry.name}#{entry.incarnation} is dead: {cause}")
-            outlet = self._outlets[entry.uid] = _Outlet(self.system.transport.connect(entry.address))
+            outlet = self._outlets[entry.uid] = Outlet(self.system.transport.connect(entry.address))
+            self._by_peer[outlet.peer] = outlet
         return outlet
 
-    async def _room(self, window: _Window, entry: Entry, owner: str, kind: str, deadline: float) -> None:
-        """Waits in line for a place in the actor's mailbox."""
-        room = _Room(self.loop, owner, entry, kind, deadline)
+    def _fits(self, envelope: bytes, to: Ref | Entry, kind: str) -> None:
+        limit = self.system.config.max_frame_bytes - _FRAME_ROOM
+        if len(envelope) > limit:
+            raise TooLarge(
+                f"{kind} for {to.name} takes {len(envelope)} bytes and an envelope at most {limit} (max_frame_bytes): "
+                "tensors and other bulk go over the data plane"
+            )
+
+    async def _room(
+        self, window: Window, entry: Entry, owner: str, kind: str, deadline: float, trace: int, size: int, wait: bool
+    ) -> None:
+        """Waits in line for a place in the actor's mailbox; without ``wait`` says at once that there is none."""
+        room = PendingRoom(self.loop, owner, entry, kind, deadline, trace)
+        room.size = size
+        if not wait:
+            raise no_room(room.describe(), 0.0)
         window.waiters.append(room)
-        self._waiting[id(room)] = room
-        self.system.deadlines.push(deadline, room)
         try:
-            await room.future
+            await self.bounded(room)
         except asyncio.CancelledError:
             if room.future.done() and not room.future.cancelled() and room.future.exception() is None:
-                window.add(1)  # the place was given to us in the very moment we gave up
+                window.add(1, size)  # the place was given to us in the very moment we gave up
             raise
+
+    async def bounded(self, wait: Waiting) -> None:
+        """Waits until ``wait`` is settled, failed or past its deadline, and shows it meanwhile."""
+        self._waiting[id(wait)] = wait
+        self.system.deadlines.push(wait.deadline, wait)
+        try:
+            await wait.future
         finally:
-            del self._waiting[id(room)]
-            if not room.done:
-                room.done = True
+            del self._waiting[id(wait)]
+            if not wait.done:
+                wait.done = True
                 self.system.deadlines.finished()
 
     # ------------------------------------------------------------------ answers
 
     def on_reply(self, reply: wire.Reply) -> None:
-        pending = self.pending.get(reply.id)
-        if pending is not None and not pending.future.done():
-            pending.future.set_result(reply.body)
-        else:
-            self.system.counts.late_replies += 1
-
-    def on_fail(self, fail: wire.Fail) -> None:
-        pending = self.pending.get(fail.id)
+        pending = self.pending.get(reply.id) or self.feeds.get(reply.id)
         if pending is None:
             self.system.counts.late_replies += 1
-            return
-        told = f"{pending.describe()}"
-        errors: dict[str, ActorError] = {
-            wire.STALE: StaleIncarnation(f"{told}: refused, {fail.text}"),
-            wire.UNKNOWN: PeerDied(f"{told}: {fail.text}"),
-            wire.STOPPED: PeerDied(f"{told}: {fail.text}"),
-            wire.ABANDONED: OutcomeUnknown(f"{told}: {fail.text}"),
-            wire.FULL: MailboxFull(f"{told}: {fail.text}"),
-            wire.NOT_UNDERSTOOD: NotUnderstood(f"{told}: {fail.text}"),
-        }
-        pending.fail(
-            errors.get(fail.code) or RemoteError(f"{told}, whose handler raised", fail.error, fail.text, fail.trace)
-        )
+        else:
+            pending.settle(reply.body)
+
+    def on_item(self, item: wire.Item) -> None:
+        feed = self.feeds.get(item.id)
+        if feed is None:
+            self.system.counts.late_replies += 1
+        else:
+            feed.item(item)
+
+    def on_fail(self, fail: wire.Fail) -> None:
+        pending = self.pending.get(fail.id) or self.feeds.get(fail.id)
+        if pending is None:
+            self.system.counts.late_replies += 1
+        else:
+            pending.fail(_error_of(fail, pending.describe()))
 
     def on_credit(self, peer: Peer, lane: Lane, credit: wire.Credit) -> None:
-        for outlet in self._outlets.values():
-            if outlet.peer is peer:
-                window = outlet.windows.get((credit.dst, credit.incarnation, lane))
-                if window is not None:
-                    window.add(credit.count)
+        outlet = self._by_peer.get(peer)
+        if outlet is not None:
+            windows = outlet.windows.get((credit.dst, credit.incarnation))
+            if windows is not None:
+                windows[lane].add(credit.count, credit.size)
 
     def on_gone(self, uid: str, cause: str) -> None:
         """A process is dead: everything that waits for it fails now."""
         for pending in list(self.pending.values()):
             if pending.uid == uid:
                 pending.fail(OutcomeUnknown(f"{pending.describe()}, which died before it replied: {cause}"))
-        for room in list(self._waiting.values()):
-            if room.uid == uid:
-                room.fail(PeerDied(f"{room.describe()}, which died ({cause}) before there was room; nothing was sent"))
+        for feed in list(self.feeds.values()):
+            feed.gone(uid, cause)
+        for wait in list(self._waiting.values()):
+            if wait.uid == uid and isinstance(wait, PendingRoom):
+                wait.fail(PeerDied(f"{wait.describe()}, which died ({cause}) before there was room; nothing was sent"))
         outlet = self._outlets.pop(uid, None)
         if outlet is not None:
+            self._by_peer.pop(outlet.peer, None)
             self.system.transport.disconnect(outlet.peer)
 
     def on_entry_dead(self, entry: Entry) -> None:
         """One actor of a living process stopped: room for it will never come; its pending asks are answered by its cell."""
-        for room in list(self._waiting.values()):
-            if room.uid == entry.uid and room.peer == entry.name and room.incarnation <= entry.incarnation:
-                room.fail(
+        for wait in list(self._waiting.values()):
+            if (
+                isinstance(wait, PendingRoom)
+                and wait.uid == entry.uid
+                and wait.peer == entry.name
+                and wait.incarnation <= entry.incarnation
+            ):
+                wait.fail(
                     PeerDied(
-                        f"{room.describe()}, which is gone ({entry.cause}) before there was room; nothing was sent"
+                        f"{wait.describe()}, which is gone ({entry.cause}) before there was room; nothing was sent"
                     )
                 )
+        outlet = self._outlets.get(entry.uid)
+        if outlet is not None:
+            outlet.forget(entry)
 
     def on_refused(self, peer: Peer, reason: str) -> None:
-        for uid, outlet in self._outlets.items():
-            if outlet.peer is peer:
-                for wait in [*self.pending.values(), *self._waiting.values()]:
-                    if wait.uid == uid:
-                        wait.fail(ProtocolRefused(f"{wait.describe()}, which refused to talk: {reason}"))
+        outlet = self._by_peer.get(peer)
+        uids = [uid for uid, known in self._outlets.items() if known is outlet]
+        for wait in [*self.pending.values(), *self._waiting.values()]:
+            if wait.uid in uids:
+                wait.fail(ProtocolRefused(f"{wait.describe()}, which refused to talk: {reason}"))
 
     # ------------------------------------------------------------------ the rest
 
@@ -385,14 +390,35 @@ class Caller:
 
     def waits(self) -> list[Wait]:
         now = self.loop.time()
-        listed = [
-            Wait(w.owner, w.peer, w.kind, w.what, now - w.started, w.deadline - w.started)
-            for w in [*self.pending.values(), *self._waiting.values()]
-        ]
+        listed = [wait.seen(now) for wait in (*self.pending.values(), *self._waiting.values())]
         listed += [Wait(o, p, m, what, now - s, d - s) for o, p, m, what, s, d in self._extra]
         return sorted(listed, key=lambda wait: -wait.age_s)
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
         for wait in [*self.pending.values(), *self._waiting.values()]:
             wait.fail(SystemClosed(f"{wait.describe()}, but this process's actor system closes"))
+        for feed in list(self.feeds.values()):
+            feed.close()
+
+
+def _error_of(fail: wire.Fail, told: str) -> ActorError:
+    """The error that the asker gets."""
+    match fail.code:
+        case wire.STALE:
+            return StaleIncarnation(f"{told}: refused, {fail.text}")
+        case wire.UNKNOWN | wire.STOPPED:
+            return PeerDied(f"{told}: {fail.text}")
+        case wire.ABANDONED:
+            return OutcomeUnknown(f"{told}: {fail.text}")
+        case wire.FULL:
+            return MailboxFull(f"{told}: {fail.text}")
+        case wire.NOT_UNDERSTOOD:
+            return NotUnderstood(f"{told}: {fail.text}")
+    remote = RemoteError(f"{told}, whose handler raised", fail.error, fail.text, fail.trace)
+    known = WireError.known.get(fail.error) if fail.code == wire.TYPED else None
+    if known is None:
+        return remote
+    error = known(fail.text)
+    error.__cause__ = remote
+    return error

@@ -29,6 +29,8 @@ class SystemConfig:
     window: int = (
         128  # messages of one sender that an actor lets wait: bounds memory, lets 64 asks in flight pass freely
     )
+    window_bytes: int = 4 << 20  # ... and how many bytes; one message larger than what is left still goes
+    mailbox_bytes: int = 64 << 20  # as mailbox_capacity, in bytes of envelopes
     concurrency: int = 1024  # @concurrent handlers of one actor running at once; each is one waiting task
     dedup_capacity: int = 4096  # replies remembered for asks that may be repeated
     fairness: int = 64  # messages handled without a pause before the loop may do something else
@@ -40,6 +42,7 @@ class SystemConfig:
     )
     join_s: float = 30.0  # the registry must answer a new process within this; the primary may still be starting
     registry_s: float = 5.0  # lookups and registrations: one round trip to a loop that never blocks
+    slow_handler_s: float = 1.0  # a handler at work for longer is named in the log: messages behind it wait
     stop_s: float = 5.0  # an actor's on_stop and its running handlers at close
 
     def control(self, keys: RunKeys | None) -> ControlConfig:

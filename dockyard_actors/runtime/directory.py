@@ -37,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True, tag=True):
     alive: bool = True
     cause: str = ""
     clean: bool = False  # it stopped or left by itself
+    window_bytes: int = 4 << 20  # as window, in bytes of envelopes
 
 
 class Directory:

@@ -21,6 +21,8 @@ class Ask(msgspec.Struct, tag=0, array_like=True, gc=False):
     ttl: float  # seconds left when it was sent
     keep: bool  # may be sent again: the callee must remember its reply
     body: msgspec.Raw
+    trace: int = 0  # one id for everything that a first ask or tell leads to
+    credit: int = 0  # of a stream: items that may be on their way at first
 
 
 class Tell(msgspec.Struct, tag=1, array_like=True, gc=False):
@@ -29,6 +31,7 @@ class Tell(msgspec.Struct, tag=1, array_like=True, gc=False):
     src: str
     kind: str
     body: msgspec.Raw
+    trace: int = 0
 
 
 class Reply(msgspec.Struct, tag=2, array_like=True, gc=False):
@@ -47,11 +50,12 @@ class Fail(msgspec.Struct, tag=3, array_like=True, gc=False):
 
 
 class Credit(msgspec.Struct, tag=4, array_like=True, gc=False):
-    """The actor took so many messages of this sender out of its mailbox."""
+    """The actor took so many messages and bytes of this sender out of its mailbox."""
 
     dst: str
     incarnation: int
     count: int
+    size: int = 0  # bytes of their envelopes
 
 
 class Lost(msgspec.Struct, tag=5, array_like=True, gc=False):
@@ -72,15 +76,32 @@ class Pong(msgspec.Struct, tag=7, array_like=True, gc=False):
 
 
 class Cancel(msgspec.Struct, tag=8, array_like=True, gc=False):
-    """The asker gave up: a concurrent handler of this ask is cancelled, a queued ask is skipped."""
+    """The asker gave up: a concurrent handler or a stream of this ask is cancelled, a queued ask is skipped."""
 
     id: int
     dst: str
 
 
-Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel
+class Item(msgspec.Struct, tag=9, array_like=True, gc=False):
+    """One item of a stream; its `Reply` at the end says how many there were."""
+
+    id: int
+    number: int  # from 0
+    body: msgspec.Raw
+
+
+class More(msgspec.Struct, tag=10, array_like=True, gc=False):
+    """The reader of a stream has taken so many items: as many more may be sent."""
+
+    id: int
+    dst: str
+    count: int
+
+
+Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel | Item | More
 
 RAISED = "raised"  # the handler raised
+TYPED = "typed"  # ... a WireError, which the asker may know by its name
 STALE = "stale"  # other incarnation
 UNKNOWN = "unknown"  # no such actor here
 NOT_UNDERSTOOD = "not-understood"  # no handler, or the body does not decode

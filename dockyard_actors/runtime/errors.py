@@ -5,6 +5,8 @@ They know nothing of sockets: a transport's troubles arrive here as one of these
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 
 class ActorError(Exception):
     """Base of everything the runtime raises."""
@@ -16,6 +18,10 @@ class AskTimeout(ActorError, TimeoutError):
 
 class MailboxFull(ActorError, TimeoutError):
     """The receiver had no room before the deadline: nothing was sent."""
+
+
+class TooLarge(ActorError, ValueError):
+    """The message does not fit into a frame: nothing was sent. Bulk goes over the data plane."""
 
 
 class PeerDied(ActorError):
@@ -47,6 +53,29 @@ class RemoteError(ActorError):
 
     def __str__(self) -> str:
         return f"{self.args[0]}: {self.type}: {self.text}\n{self.traceback}".rstrip()
+
+
+class WireError(ActorError):
+    """Base of errors that a handler raises for its askers to catch: they get the same type, when their process knows it by its name.
+
+    The asker's instance is made with the text alone; its ``__cause__`` is the RemoteError with the remote traceback. Where the type
+    is not known, that RemoteError is raised itself.
+    """
+
+    known: ClassVar[dict[str, type[WireError]]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        other = WireError.known.setdefault(cls.__name__, cls)
+        if other is not cls and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(
+                f"two errors are called {cls.__name__} ({other.__module__} and {cls.__module__}): the name goes over the wire, choose another"
+            )
+        WireError.known[cls.__name__] = cls
+
+
+class StreamBroken(ActorError):
+    """Items of a stream are missing: what was read is not all there was."""
 
 
 class NotUnderstood(ActorError):

@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-T = TypeVar("T")
+S = TypeVar("S", bound="Sized")
 
 
-class Mailbox(Generic[T]):
-    """FIFO queue of one consumer."""
+class Sized(Protocol):
+    """What waits in a mailbox. size: bytes of its envelope."""
 
-    __slots__ = ("_waiter", "capacity", "items")
+    @property
+    def size(self) -> int: ...
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.items: deque[T] = deque()
+
+class Mailbox(Generic[S]):
+    """FIFO queue of one consumer, which takes from `items` itself and waits in `more` when there is nothing."""
+
+    __slots__ = ("_waiter", "capacity", "capacity_bytes", "items", "size")
+
+    def __init__(self, capacity: int, capacity_bytes: int) -> None:
+        self.capacity, self.capacity_bytes = capacity, capacity_bytes
+        self.items: deque[S] = deque()
+        self.size = 0  # bytes
         self._waiter: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -27,22 +35,40 @@ class Mailbox(Generic[T]):
 
     @property
     def full(self) -> bool:
-        return len(self.items) >= self.capacity
+        return len(self.items) >= self.capacity or self.size >= self.capacity_bytes
 
-    def put(self, item: T) -> None:
+    @property
+    def roomy(self) -> bool:
+        """Half empty: whoever was held back because it was full may go on."""
+        return len(self.items) * 2 <= self.capacity and self.size * 2 <= self.capacity_bytes
+
+    def put(self, item: S) -> None:
         self.items.append(item)
+        self.size += item.size
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def get(self) -> T:
+    def pop(self) -> S:
+        item = self.items.popleft()
+        self.size -= item.size
+        return item
+
+    def clear(self) -> list[S]:
+        """Takes out everything."""
+        items = list(self.items)
+        self.items.clear()
+        self.size = 0
+        return items
+
+    async def more(self) -> None:
+        """Returns when there is something to take."""
         while not self.items:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self.items.popleft()
 
 
 class Remembered:

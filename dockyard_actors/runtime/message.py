@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 R = TypeVar("R")
+I = TypeVar("I")  # noqa: E741  # the item of a stream
 
 _ARRAY_EXT = 1
 _ARRAY_KINDS = frozenset("biuf")  # bool, int, uint, float: plain bytes with no objects behind them
@@ -30,25 +31,42 @@ class Message(msgspec.Struct, Generic[R], frozen=True, kw_only=True, tag=True):
     """
 
 
+class Stream(Message[None], Generic[I], frozen=True, kw_only=True, tag=True):
+    """Base of messages that are answered by any number of items: ``class Lines(Stream[Line], frozen=True)``.
+
+    Its handler is an async generator; `ref.stream(msg)` reads it.
+    """
+
+
 class MessageTypeError(TypeError):
     """A message or reply type cannot go over the wire as declared; the text says which and how to declare it."""
 
 
 @cache
 def reply_type(kind: type[Message[Any]]) -> Any:
-    """The reply type `R` that a message class was declared with. MessageTypeError when there is none."""
+    """The reply type `R` that a message class was declared with (of a stream: its item type). MessageTypeError when there is none."""
+    if issubclass(kind, Stream):
+        return item_type(kind)
+    return _argument(kind, Message, "reply type", "Message[ReplyType]")
+
+
+@cache
+def item_type(kind: type[Stream[Any]]) -> Any:
+    """The item type `I` that a stream was declared with. MessageTypeError when there is none."""
+    return _argument(kind, Stream, "item type", "Stream[ItemType]")
+
+
+def _argument(kind: type, generic: Any, what: str, example: str) -> Any:
     for cls in kind.__mro__:
         for base in getattr(cls, "__orig_bases__", ()):
-            if typing.get_origin(base) is Message:
-                (reply,) = typing.get_args(base)
-                if isinstance(reply, typing.ForwardRef):
-                    reply = reply.__forward_arg__
-                if isinstance(reply, str):
-                    reply = eval(reply, vars(sys.modules[cls.__module__]))  # an annotation of our own source
-                return type(None) if reply is None else reply
-    raise MessageTypeError(
-        f"{kind.__name__} names no reply type: declare it as `class {kind.__name__}(Message[ReplyType])`"
-    )
+            if typing.get_origin(base) is generic:
+                (found,) = typing.get_args(base)
+                if isinstance(found, typing.ForwardRef):
+                    found = found.__forward_arg__
+                if isinstance(found, str):
+                    found = eval(found, vars(sys.modules[cls.__module__]))  # an annotation of our own source
+                return type(None) if found is None else found
+    raise MessageTypeError(f"{kind.__name__} names no {what}: declare it as `class {kind.__name__}({example})`")
 
 
 def encode_hook(value: Any) -> Any:
@@ -102,7 +120,7 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 @cache
 def reply_decoder(kind: type[Message[Any]]) -> Callable[[Any], Any]:
-    """Decodes the body of a reply to this message type."""
+    """Decodes the body of a reply to this message type, or of an item of this stream."""
     return decoder(reply_type(kind)).decode
 
 

@@ -27,7 +27,9 @@ class Reception:
 
     def __init__(self, system: ActorSystem) -> None:
         self.system = system
-        self.early: dict[str, list[tuple[Peer, Lane, wire.Ask | wire.Tell]]] = {}  # of names that are being registered
+        self.early: dict[
+            str, list[tuple[Peer, Lane, wire.Ask | wire.Tell, int]]
+        ] = {}  # of names that are being registered
 
     # ------------------------------------------------------------------ names that are being registered
 
@@ -36,11 +38,11 @@ class Reception:
         self.early[name] = []
 
     def admit(self, name: str) -> None:
-        for peer, lane, message in self.early.pop(name):
-            self._on_request(peer, lane, message)
+        for peer, lane, message, size in self.early.pop(name):
+            self._on_request(peer, lane, message, size)
 
     def give_up(self, name: str) -> None:
-        for peer, lane, message in self.early.pop(name):
+        for peer, lane, message, _ in self.early.pop(name):
             text = f"{name!r} could not be registered by process {self.system.config.name}"
             self._refuse(peer, lane, message, wire.UNKNOWN, text)
 
@@ -55,8 +57,10 @@ class Reception:
             return
         if isinstance(message, wire.Reply):
             self.system.caller.on_reply(message)
-        elif isinstance(message, (wire.Ask, wire.Tell)):
-            self._on_request(peer, lane, message)
+        elif isinstance(message, wire.Ask | wire.Tell):
+            self._on_request(peer, lane, message, len(envelope))
+        elif isinstance(message, wire.Item):
+            self.system.caller.on_item(message)
         elif isinstance(message, wire.Credit):
             self.system.caller.on_credit(peer, lane, message)
         elif isinstance(message, wire.Fail):
@@ -69,10 +73,16 @@ class Reception:
                 future.set_result(None)
         elif isinstance(message, wire.Lost):
             self.system.dead_letter(f"{message.kind} to {message.dst}#{message.incarnation}: {message.reason}")
-        elif isinstance(message, wire.Cancel) and message.dst in self.system.cells:
-            self.system.cells[message.dst].cancel(peer, message.id)
+        elif isinstance(message, (wire.Cancel, wire.More)):
+            cell = self.system.cells.get(message.dst)
+            if cell is None or cell.service is None:
+                return  # what it was about has ended
+            if isinstance(message, wire.More):
+                cell.service.more(peer, message)
+            else:
+                cell.service.cancel(peer, message.id)
 
-    def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell) -> None:
+    def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, size: int) -> None:
         if message.dst == wire.SYSTEM:
             if message.kind == "DirectoryUpdate":
                 self.system.take(decoder(DirectoryUpdate).decode(message.body))
@@ -81,7 +91,7 @@ class Reception:
         if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
             peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
         elif message.dst in self.early:
-            self.early[message.dst].append((peer, lane, message))
+            self.early[message.dst].append((peer, lane, message, size))
         elif cell is None:
             self._refuse(
                 peer,
@@ -94,7 +104,7 @@ class Reception:
             text = f"it was meant for incarnation {message.incarnation} and this is {cell.incarnation}"
             self._refuse(peer, lane, message, wire.STALE, text)
         else:
-            cell.offer(peer, lane, message)
+            cell.offer(peer, lane, message, size)
 
     def _refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
         if type(message) is wire.Ask:

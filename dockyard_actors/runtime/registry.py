@@ -52,6 +52,7 @@ class Register(Message[Registered | Refused], frozen=True):
     window: int
     control: tuple[str, ...]
     meta: dict[str, str]
+    window_bytes: int = 4 << 20
 
 
 class Unregister(Message[None], frozen=True):
@@ -150,7 +151,16 @@ class Registry(Actor):
                 where = f"process {owner.name} (pid {owner.pid})" if owner else known.uid
                 return Refused(f"name {msg.name!r} belongs to incarnation {known.incarnation} in {where}")
         incarnation = known.incarnation + 1 if known else 1
-        entry = Entry(msg.name, incarnation, msg.uid, process.address, msg.window, msg.control, msg.meta)
+        entry = Entry(
+            msg.name,
+            incarnation,
+            msg.uid,
+            process.address,
+            msg.window,
+            msg.control,
+            msg.meta,
+            window_bytes=msg.window_bytes,
+        )
         self._publish([entry])
         return Registered(incarnation)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dockyard_actors.runtime.caller import Wait
 from dockyard_actors.runtime.message import Message
+from dockyard_actors.runtime.waits import Wait
 
 CRASH_CODE = 70  # EX_SOFTWARE: exit code of a process whose actor system crashed
 
@@ -23,6 +23,67 @@ class Counts(msgspec.Struct):
     late_replies: int = 0  # replies whose asker had given up
     handler_errors: int = 0
     malformed: int = 0  # envelopes that did not decode
+
+
+_BUCKETS = 32
+
+
+class HandlerTimes(msgspec.Struct, frozen=True):
+    """How long the handler of one message type took. buckets[i]: calls that took less than 2**i microseconds and not less than half of it."""
+
+    count: int
+    total_s: float
+    max_s: float
+    buckets: tuple[int, ...]
+
+    def quantile_s(self, share: float) -> float:
+        """Upper bound of the time that this share of calls stayed under: the end of its bucket."""
+        seen = 0
+        for power, count in enumerate(self.buckets):
+            seen += count
+            if count and seen >= share * self.count:
+                return min(2.0**power / 1e6, self.max_s)
+        return self.max_s
+
+
+class Times:
+    """Counts one handler's times."""
+
+    __slots__ = ("_buckets", "count", "max_s", "total_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total_s = self.max_s = 0.0
+        self._buckets = [0] * _BUCKETS
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total_s += seconds
+        if seconds > self.max_s:
+            self.max_s = seconds
+        self._buckets[min(int(seconds * 1e6).bit_length(), _BUCKETS - 1)] += 1
+
+    def value(self) -> HandlerTimes:
+        return HandlerTimes(self.count, self.total_s, self.max_s, tuple(self._buckets))
+
+
+class ActorStatus(msgspec.Struct, frozen=True):
+    """One actor: messages that wait on either lane, the serial handler at work and for how long, concurrent handlers at work."""
+
+    mailbox: int = 0
+    mailbox_bytes: int = 0
+    control: int = 0
+    busy: str = ""
+    busy_s: float = 0.0
+    running: int = 0
+    handlers: dict[str, HandlerTimes] = {}
+
+
+class DeadLetter(msgspec.Struct, frozen=True):
+    """Something that could not be delivered. when: UNIX time."""
+
+    when: float
+    text: str
 
 
 class SystemStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -49,6 +110,8 @@ class SystemStatus(msgspec.Struct, frozen=True, tag=True):
     stats: SystemStats
     waits: tuple[Wait, ...]
     guard: str  # what the loop is held for, if it is declared
+    actors: dict[str, ActorStatus] = {}
+    dead_letters: tuple[DeadLetter, ...] = ()  # the newest ones; `stats.dead_letters` counts all
 
 
 class Inspect(Message[SystemStatus], frozen=True):

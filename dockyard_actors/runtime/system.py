@@ -14,6 +14,8 @@ import os
 import shutil
 import socket
 import tempfile
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +25,7 @@ import msgspec
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime import guard
 from dockyard_actors.runtime.actor import Actor, Death, handlers_of
-from dockyard_actors.runtime.caller import Caller, Wait
+from dockyard_actors.runtime.caller import Caller
 from dockyard_actors.runtime.cell import Cell
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
@@ -45,7 +47,9 @@ from dockyard_actors.runtime.registry import (
     Registry,
     Unregister,
 )
-from dockyard_actors.runtime.status import CRASH_CODE, Counts, StopRequest, SystemStats, SystemStatus
+from dockyard_actors.runtime.service import Service
+from dockyard_actors.runtime.status import CRASH_CODE, Counts, DeadLetter, StopRequest, SystemStats, SystemStatus
+from dockyard_actors.runtime.waits import Wait
 from dockyard_actors.transport.base import (
     Address,
     ControlConfig,
@@ -59,6 +63,7 @@ from dockyard_actors.transport.base import (
 
 log = logging.getLogger("dockyard.runtime.system")
 
+DEAD_LETTERS = 100  # the newest ones are kept to be looked at
 OpenTransport = Callable[[ControlConfig, Receiver], ControlTransport]
 
 _REGISTRY_CONTROL = tuple(
@@ -86,9 +91,12 @@ class ActorSystem:
         self._is_agent = is_agent
         self.cells: dict[str, Cell] = {}
         self._watchers: dict[str, set[Cell]] = {}
-        self._full: set[Cell] = set()
+        self._full: set[Service] = set()
+        self._dead_letters: deque[DeadLetter] = deque(maxlen=DEAD_LETTERS)
         self._own_dir: Path | None = None
+        self._own_meta: dict[str, str] | None = None
         self._closing = self._joined = False
+        self.watching_handlers = False
         self.pongs: dict[int, asyncio.Future[None]] = {}
         self._last_ping = 0
 
@@ -231,16 +239,17 @@ class ActorSystem:
         self._watchers.setdefault(name, set()).add(cell)
         entry = self.directory.entries.get(name)
         if entry is not None and not entry.alive:
-            cell.control.put(Death(name, entry.incarnation, entry.cause, entry.clean))
+            cell.event("on_death", Death(name, entry.incarnation, entry.cause, entry.clean))
 
     def _meta(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        own = {
-            "pid": str(os.getpid()),
-            "host": socket.gethostname(),
-            "process": self.config.name,
-            "agent": self.config.agent,
-        }
-        return {**(more or {}), **own}
+        if self._own_meta is None:
+            self._own_meta = {
+                "pid": str(os.getpid()),
+                "host": socket.gethostname(),
+                "process": self.config.name,
+                "agent": self.config.agent,
+            }
+        return {**more, **self._own_meta} if more else self._own_meta  # shared by most actors of a process
 
     # ------------------------------------------------------------------ ending
 
@@ -303,8 +312,9 @@ class ActorSystem:
             yield
 
     def stats(self) -> SystemStats:
-        depth = {name: len(cell.user) + len(cell.control) for name, cell in self.cells.items()}
-        busy = {name: f"{c.busy[0]} {self.loop.time() - c.busy[1]:.1f}s" for name, c in self.cells.items() if c.busy}
+        actors = {name: cell.status() for name, cell in self.cells.items() if cell.service is not None}
+        depth = {name: actor.mailbox + actor.control for name, actor in actors.items()}
+        busy = {name: f"{actor.busy} {actor.busy_s:.1f}s" for name, actor in actors.items() if actor.busy}
         return SystemStats(
             **msgspec.structs.asdict(self.counts),
             **self.transport.counters(),
@@ -315,22 +325,44 @@ class ActorSystem:
 
     def status(self) -> SystemStatus:
         held = guard.current()
-        return SystemStatus(self.config.name, os.getpid(), self.stats(), tuple(self.waits()), held[1] if held else "")
+        return SystemStatus(
+            self.config.name,
+            os.getpid(),
+            self.stats(),
+            tuple(self.waits()),
+            held[1] if held else "",
+            {name: cell.status() for name, cell in self.cells.items()},
+            tuple(self._dead_letters),
+        )
 
     # ------------------------------------------------------------------ inside the runtime
 
     def dead_letter(self, text: str) -> None:
         self.counts.dead_letters += 1
+        self._dead_letters.append(DeadLetter(time.time(), text))
         log.warning("dead letter: %s", text)
 
-    def no_room_in(self, cell: Cell) -> None:
+    def watch_handlers(self) -> None:
+        """A serial handler is at work: whether it still is after slow_handler_s is looked at until none is."""
+        self.watching_handlers = True
+        self.loop.call_later(self.config.slow_handler_s, self._look_at_handlers)
+
+    def _look_at_handlers(self) -> None:
+        self.watching_handlers = False
+        services = [cell.service for cell in self.cells.values() if cell.service is not None and cell.service.busy]
+        for service in services:
+            service.warn_when_slow()
+        if services and not self._closing:
+            self.watch_handlers()
+
+    def no_room_in(self, service: Service) -> None:
         """A mailbox is full although every sender kept to its window: stop reading requests until it is half empty."""
-        self._full.add(cell)
+        self._full.add(service)
         self.transport.pause(Lane.USER, True)
 
-    def room_in(self, cell: Cell) -> None:
-        if cell in self._full:
-            self._full.discard(cell)
+    def room_in(self, service: Service) -> None:
+        if service in self._full:
+            self._full.discard(service)
             if not self._full:
                 self.transport.pause(Lane.USER, False)
 
@@ -361,12 +393,15 @@ class ActorSystem:
                 return
             self.gone[uid] = cause
             self.caller.on_gone(uid, cause)
+            for cell in self.cells.values():
+                if cell.service is not None:
+                    cell.service.process_gone(uid)
             self.transport.forget(uid)
         for entry in update.entries:
             if self.directory.apply(entry) and not entry.alive:
                 self.caller.on_entry_dead(entry)
                 for cell in self._watchers.get(entry.name, ()):
-                    cell.control.put(Death(entry.name, entry.incarnation, entry.cause, entry.clean))
+                    cell.event("on_death", Death(entry.name, entry.incarnation, entry.cause, entry.clean))
 
     async def lookup(self, name: str, deadline: float) -> Entry | None:
         reply = await self.ref(REGISTRY).ask(

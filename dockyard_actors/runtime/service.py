@@ -1,0 +1,450 @@
+"""What serves an actor's messages once the first one has come: two mailboxes, a task for each, and one for every concurrent handler.
+
+Every ask that reaches it is answered with a reply or a typed failure, every sender gets its credit back, and how long handlers took
+is counted. It knows peers only as something to send to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime.actor import Handler
+from dockyard_actors.runtime.errors import WireError
+from dockyard_actors.runtime.mailbox import Mailbox, Remembered
+from dockyard_actors.runtime.message import encoder
+from dockyard_actors.runtime.scope import handled
+from dockyard_actors.runtime.status import Times
+from dockyard_actors.transport.base import Lane, Peer, TransportError
+
+if TYPE_CHECKING:
+    from dockyard_actors.runtime.cell import Cell
+
+log = logging.getLogger("dockyard.runtime.actor")
+
+Key = tuple[str, int]  # of an ask: uid of the asking process, request id
+
+
+class Delivery(NamedTuple):
+    """A message on its way to its handler, and while it is being handled (see `scope`)."""
+
+    peer: Peer
+    lane: Lane
+    message: wire.Ask | wire.Tell
+    handler: Handler
+    deadline: float  # loop time; inf for a tell
+    size: int  # bytes of its envelope
+
+    @property
+    def trace(self) -> int:
+        return self.message.trace
+
+    @property
+    def key(self) -> Key:
+        return (self.peer.uid, getattr(self.message, "id", 0))
+
+
+class Event(NamedTuple):
+    """Something that the runtime tells the actor: calls ``method`` with ``value``, on the control lane."""
+
+    method: str
+    value: Any
+    size: int = 0
+
+
+class _Stop(NamedTuple):
+    """Ends a mailbox's task."""
+
+    size: int = 0
+
+
+class _Running:
+    """A concurrent handler or a stream at work: cancelled at its asker's deadline, or when the asker gives up or dies."""
+
+    __slots__ = ("credit", "done", "item", "since", "task", "why")
+
+    def __init__(self, item: Delivery) -> None:
+        self.item = item
+        self.task: asyncio.Task[None] | None = None
+        self.done = False
+        self.why = ""
+        self.since = time.perf_counter()
+        self.credit: _Credit | None = None  # of a stream
+
+    def expire(self) -> None:
+        self.cancel("its asker's deadline passed")
+
+    def cancel(self, why: str) -> None:
+        self.done = True
+        self.why = self.why or why
+        if self.task is not None:
+            self.task.cancel()
+
+
+class _Credit:
+    """How many more items of a stream may be sent."""
+
+    __slots__ = ("_waiter", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._waiter: asyncio.Future[None] | None = None
+
+    def add(self, count: int) -> None:
+        self.left += count
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> None:
+        """Waits for room; the stream's task is cancelled when its reader is gone or its deadline passes."""
+        while self.left <= 0:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self.left -= 1
+
+
+class Service:
+    """Made with the first message; `open` once the actor has started."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.system = cell, cell.system
+        config = cell.system.config
+        self.user: Mailbox[Delivery | _Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
+        self.control: Mailbox[Delivery | Event | _Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
+        self.remembered = Remembered(config.dedup_capacity)
+        self.times: dict[str, Times] = {}
+        self.busy = ""  # kind of the serial user message at work
+        self.busy_since = 0.0  # perf_counter
+        self._at_work: Delivery | None = None  # it, until it was called slow
+        self.running: dict[Key | int, _Running] = {}
+        self.held_back = False  # the transport stops reading because a mailbox here is full
+        self._accounts: dict[Peer, list[int]] = {}  # by lane: messages and bytes taken and not yet given back as credit
+        self._credit_every = max(1, config.window // 2)
+        self._credit_bytes = max(1, config.window_bytes // 2)
+        self._cancelled: set[Key] = set()
+        self._slot_free: asyncio.Event | None = None
+        self._tasks: dict[bool, asyncio.Task[None]] = {}  # serial or not
+        self._number = 0
+
+    # ------------------------------------------------------------------ life
+
+    def put(self, item: Delivery | Event) -> None:
+        serial = isinstance(item, Delivery) and not item.handler.control
+        if isinstance(item, Delivery) and serial:
+            self.user.put(item)
+            if not self.held_back and self.user.full:
+                self.held_back = True
+                self.system.no_room_in(self)
+        else:
+            self.control.put(item)
+        if serial not in self._tasks and self.cell.open:
+            self._start(serial)
+
+    def open(self) -> None:
+        """The actor has started: what has come meanwhile is served."""
+        for serial, box in ((True, self.user), (False, self.control)):
+            if len(box) and serial not in self._tasks:
+                self._start(serial)
+
+    def _start(self, serial: bool) -> None:
+        task = self.system.loop.create_task(
+            self._serve(self.user if serial else self.control, serial),
+            name=f"{self.cell.name}/{'user' if serial else 'control'}",
+        )
+        self._tasks[serial] = task
+        task.add_done_callback(self._server_done)
+
+    def _server_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self.system.crash(task.exception(), f"actor {self.cell.name}")
+
+    async def stop(self) -> None:
+        """Refuses what waits and lets the serial handlers at work end, up to stop_s."""
+        for running in list(self.running.values()):
+            running.cancel("the actor stopped")
+        for box in (self.user, self.control):
+            for item in box.clear():
+                if isinstance(item, Delivery):
+                    self.refuse(item.peer, item.lane, item.message, wire.STOPPED, f"{self.cell.name} stopped")
+            box.put(_Stop())
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks.values(), timeout=self.system.config.stop_s)
+            for task in late:
+                log.warning(
+                    "%s: handler of %s did not end within stop_s=%s and is cancelled",
+                    self.cell.name,
+                    self.busy,
+                    self.system.config.stop_s,
+                )
+                task.cancel()
+        await asyncio.gather(*(r.task for r in self.running.values() if r.task is not None), return_exceptions=True)
+
+    def abandon(self) -> list[asyncio.Task[None]]:
+        """Cancels everything at once; returns the tasks."""
+        tasks = [*self._tasks.values(), *(r.task for r in self.running.values() if r.task is not None)]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def process_gone(self, uid: str) -> None:
+        """A process is dead: what runs for it alone is cancelled, what is kept for it is dropped."""
+        for running in [
+            r for r in self.running.values() if r.item.peer.uid == uid and type(r.item.message) is wire.Ask
+        ]:
+            running.cancel("its asker died")
+        for peer in [peer for peer in self._accounts if peer.uid == uid]:
+            del self._accounts[peer]
+
+    # ------------------------------------------------------------------ serving
+
+    async def _serve(self, box: Mailbox[Any], serial: bool) -> None:
+        system, actor, clock = self.system, self.cell.actor, time.perf_counter
+        fairness = left = system.config.fairness
+        while True:
+            if not box.items:
+                await box.more()
+            item = box.pop()
+            if self.held_back and serial and box.roomy:
+                self.held_back = False
+                system.room_in(self)
+            if type(item) is Delivery:
+                decoded = self._admit(item)
+                if decoded is None:
+                    pass
+                elif item.handler.concurrent:
+                    await self._start_concurrent(item, decoded)
+                else:
+                    started = clock()
+                    if serial:
+                        self.busy, self.busy_since, self._at_work = item.message.kind, started, item
+                        if not system.watching_handlers:
+                            system.watch_handlers()
+                    handled.set(item)
+                    try:
+                        value = await getattr(actor, item.handler.method)(decoded)
+                    except (
+                        Exception
+                    ) as error:  # the actor's boundary: the asker gets it, the log keeps it, the actor lives on
+                        self._raised(item, error)
+                    except asyncio.CancelledError as error:
+                        if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # it is this task that is to end
+                            raise
+                        self._raised(item, error)  # something that the handler waited for was cancelled
+                    else:
+                        if type(item.message) is wire.Ask:
+                            self._reply(item, value)
+                    self._took(item.message, clock() - started)
+                    if serial:
+                        self.busy, self._at_work = "", None
+            elif type(item) is _Stop:
+                return
+            else:
+                await self._event(item)
+            left -= 1
+            if not left:
+                left = fairness
+                await asyncio.sleep(0)
+
+    async def _event(self, event: Event) -> None:
+        handled.set(None)
+        try:
+            await getattr(self.cell.actor, event.method)(event.value)
+        except Exception:
+            self.system.counts.handler_errors += 1
+            log.exception("%s: %s(%s) failed", self.cell.name, event.method, event.value)
+
+    def _admit(self, item: Delivery) -> Any:
+        """The decoded message, or None when it is not to be handled: its asker has given up, or it cannot be read."""
+        self.consumed(item.peer, item.lane, item.size)
+        message = item.message
+        if type(message) is wire.Ask and (
+            item.deadline <= self.system.loop.time() or (self._cancelled and item.key in self._cancelled)
+        ):
+            self._cancelled.discard(item.key)
+            self.remembered.drop(item.key)
+            self.system.counts.expired += 1  # doing it now would surprise everybody
+            return None
+        try:
+            return item.handler.decode(message.body)
+        except msgspec.MsgspecError as error:
+            text = f"{message.kind} does not decode: {error}"
+            self.refuse(item.peer, item.lane, message, wire.NOT_UNDERSTOOD, text)
+            return None
+
+    def _took(self, message: wire.Ask | wire.Tell, seconds: float) -> None:
+        times = self.times.get(message.kind)
+        if times is None:
+            times = self.times[message.kind] = Times()
+        times.add(seconds)
+
+    def warn_when_slow(self) -> None:
+        """Names the serial handler at work, once, when it takes longer than slow_handler_s: what waits behind it waits with it."""
+        seconds = time.perf_counter() - self.busy_since
+        if self._at_work is not None and seconds > self.system.config.slow_handler_s:
+            message, self._at_work = self._at_work.message, None
+            log.warning(
+                "%s: slow handler %s, for %.1f s at %s from %s (trace %x); %d messages wait behind it",
+                self.cell.name,
+                self.cell.table[message.kind].method,
+                seconds,
+                message.kind,
+                message.src,
+                message.trace,
+                len(self.user),
+            )
+
+    # ------------------------------------------------------------------ concurrent handlers and streams
+
+    async def _start_concurrent(self, item: Delivery, decoded: Any) -> None:
+        while len(self.running) >= self.system.config.concurrency:
+            self._slot_free = asyncio.Event()
+            await self._slot_free.wait()
+        running = _Running(item)
+        if type(item.message) is wire.Ask:
+            key: Key | int = item.key
+            if item.deadline != float("inf"):
+                self.system.deadlines.push(item.deadline, running)
+        else:
+            self._number += 1
+            key = self._number
+        self.running[key] = running
+        handled.set(item)  # the task inherits it
+        running.task = self.system.loop.create_task(
+            self._run_concurrent(item, decoded, key, running), name=f"{self.cell.name}/{item.message.kind}"
+        )
+
+    async def _run_concurrent(self, item: Delivery, decoded: Any, key: Key | int, running: _Running) -> None:
+        asked = type(item.message) is wire.Ask
+        try:
+            if item.handler.stream:
+                value = await self._stream(item, decoded, running)
+            else:
+                value = await getattr(self.cell.actor, item.handler.method)(decoded)
+        except Exception as error:  # as in _serve
+            self._raised(item, error)
+        except asyncio.CancelledError as error:
+            if not running.why:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                    raise
+                self._raised(item, error)
+            else:
+                log.info("%s: %s was cancelled: %s", self.cell.name, item.message.kind, running.why)
+                if self.cell.stopping and asked:
+                    text = f"{self.cell.name} stopped in mid-handler"
+                    self.refuse(item.peer, item.lane, item.message, wire.ABANDONED, text)
+                else:
+                    self.system.counts.expired += 1
+                    if asked:
+                        self.remembered.drop(item.key)
+        else:
+            if asked:
+                self._reply(item, value)
+        finally:
+            if not running.done:
+                running.done = True
+                if asked and item.deadline != float("inf"):
+                    self.system.deadlines.finished()
+            self.running.pop(key, None)
+            self._took(item.message, time.perf_counter() - running.since)
+            if self._slot_free is not None:
+                self._slot_free.set()
+
+    async def _stream(self, item: Delivery, decoded: Any, running: _Running) -> int:
+        """Sends items as their reader takes them; returns how many there were, which is the reply."""
+        message = item.message
+        if type(message) is not wire.Ask or message.credit < 1:
+            raise TypeError(f"{message.kind} is a stream: read it with ref.stream, it cannot be asked or told")
+        running.credit = credit = _Credit(message.credit)
+        items = getattr(self.cell.actor, item.handler.method)(decoded)
+        number = 0
+        try:
+            async for value in items:
+                await credit.take()
+                item.peer.send(item.lane, encoder.encode(wire.Item(message.id, number, wire.raw(value))))
+                number += 1
+        finally:
+            await items.aclose()
+        return number
+
+    def more(self, peer: Peer, more: wire.More) -> None:
+        """The reader of a stream has room for more items."""
+        running = self.running.get((peer.uid, more.id))
+        if running is not None and running.credit is not None:
+            running.credit.add(more.count)
+
+    def cancel(self, peer: Peer, request: int) -> None:
+        """The asker gave up. A serial handler at work goes on to its end: half of its change would be worse."""
+        running = self.running.get((peer.uid, request))
+        if running is not None:
+            running.cancel("its asker gave up")
+        elif any(
+            type(i) is Delivery and i.peer is peer and getattr(i.message, "id", None) == request
+            for i in self.user.items
+        ):
+            self._cancelled.add((peer.uid, request))
+
+    # ------------------------------------------------------------------ answers
+
+    def _reply(self, item: Delivery, value: Any) -> None:
+        message = item.message
+        assert type(message) is wire.Ask
+        try:
+            self._answer(item, encoder.encode(wire.Reply(message.id, wire.raw(value))))
+        except Exception as error:  # what the handler returned cannot travel
+            self._raised(item, error)
+
+    def _raised(self, item: Delivery, error: BaseException) -> None:
+        message = item.message
+        self.system.counts.handler_errors += 1
+        log.error(
+            "%s: handling %s from %s failed (trace %x)",
+            self.cell.name,
+            message.kind,
+            message.src,
+            message.trace,
+            exc_info=error,
+        )
+        if type(message) is wire.Ask:
+            trace = "".join(traceback.format_exception(error))
+            code = wire.TYPED if isinstance(error, WireError) else wire.RAISED
+            self._answer(item, encoder.encode(wire.Fail(message.id, code, type(error).__name__, str(error), trace)))
+
+    def _answer(self, item: Delivery, encoded: bytes) -> None:
+        message = item.message
+        assert type(message) is wire.Ask
+        try:
+            item.peer.send(item.lane, encoded)
+        except TransportError as error:
+            text = f"the reply to {message.kind}: {error}"
+            encoded = encoder.encode(wire.Fail(message.id, wire.RAISED, "TransportError", text))
+            item.peer.send(item.lane, encoded)
+        if message.keep:
+            self.remembered.answer(item.key, encoded)
+
+    def refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
+        if type(message) is wire.Ask:
+            if message.keep:
+                self.remembered.drop((peer.uid, message.id))
+            peer.send(lane, encoder.encode(wire.Fail(message.id, code, "", text)))
+        else:
+            log.warning("%s: a tell of %s from %s was not handled: %s", self.cell.name, message.kind, message.src, text)
+            peer.send(lane, encoder.encode(wire.Lost(self.cell.name, message.incarnation, message.kind, text)))
+
+    def consumed(self, peer: Peer, lane: Lane, size: int) -> None:
+        """A message of this sender is out of the mailbox: it gets its credit back, half a window at a time."""
+        account = self._accounts.get(peer)
+        if account is None:
+            account = self._accounts[peer] = [0, 0, 0, 0]
+        at = 2 * lane
+        account[at] += 1
+        account[at + 1] += size
+        if account[at] >= self._credit_every or account[at + 1] >= self._credit_bytes:
+            credit = wire.Credit(self.cell.name, self.cell.incarnation, account[at], account[at + 1])
+            account[at] = account[at + 1] = 0
+            peer.send(lane, encoder.encode(credit))

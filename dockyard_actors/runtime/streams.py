@@ -1,0 +1,150 @@
+"""The reading side of a stream: items as they come, and credit for as many as were taken.
+
+At most ``credit`` items are on their way or unread, so a fast sender and a slow reader cost no memory. Leaving the block early
+cancels the sender's generator.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic
+
+import msgspec
+
+from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime.directory import Entry
+from dockyard_actors.runtime.errors import BadReply, OutcomeUnknown, StreamBroken, SystemClosed
+from dockyard_actors.runtime.message import I, Stream, decoder, encoder, item_type
+from dockyard_actors.runtime.scope import handled
+from dockyard_actors.runtime.waits import PendingItem
+from dockyard_actors.transport.base import Lane, Peer
+
+if TYPE_CHECKING:
+    from dockyard_actors.runtime.caller import Caller
+    from dockyard_actors.runtime.ref import Ref
+
+
+class Streaming(Generic[I]):
+    """``async with ref.stream(msg) as items: async for item in items``. Made by `Ref.stream`."""
+
+    def __init__(self, caller: Caller, ref: Ref, msg: Stream[I], item_s: float | None, credit: int) -> None:
+        if credit < 1:
+            raise ValueError(f"credit={credit}: a stream needs room for one item at least")
+        self._caller, self._ref, self._msg, self._credit = caller, ref, msg, credit
+        self._item_s = caller.system.config.ask_s if item_s is None else item_s
+        self._decode = decoder(item_type(type(msg))).decode
+        self._items: deque[msgspec.Raw] = deque()
+        self._received = self._taken = 0
+        self._end: BaseException | None = None  # StopAsyncIteration: it ended in order
+        self._next: PendingItem | None = None
+        self._entry: Entry | None = None
+        self._peer: Peer | None = None
+
+    # ------------------------------------------------------------------ what a user sees
+
+    async def __aenter__(self) -> Streaming[I]:
+        self._request, self._entry, self._lane, self._peer = await self._caller.open_stream(
+            self, self._ref, self._msg, self._item_s, self._credit
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._caller.feeds.pop(self._request, None)
+        if self._end is None:
+            self._end = StreamBroken("the stream was left before its end")
+            self._send(wire.Cancel(self._request, self._ref.name))
+
+    def __aiter__(self) -> Streaming[I]:
+        return self
+
+    async def __anext__(self) -> I:
+        """The next item. Raises AskTimeout when none comes in time, OutcomeUnknown when the sender died, RemoteError or a WireError
+        when its generator raised, StreamBroken when items are missing."""
+        if not self._items and self._end is None:
+            await self._wait()
+        if not self._items:
+            assert self._end is not None
+            raise self._end
+        body = self._items.popleft()
+        self._taken += 1
+        if self._taken * 2 >= self._credit and self._end is None:
+            self._send(wire.More(self._request, self._ref.name, self._taken))
+            self._taken = 0
+        try:
+            return self._decode(body)
+        except msgspec.MsgspecError as error:
+            raise BadReply(
+                f"{self._ref.name} sent an item of {type(self._msg).__name__} that is none: {error}"
+            ) from error
+
+    # ------------------------------------------------------------------ what the caller brings
+
+    def item(self, item: wire.Item) -> None:
+        if self._end is not None:
+            return
+        if item.number != self._received:
+            self._finish(StreamBroken(f"{self.describe()}: item {item.number} came where {self._received} was due"))
+            self._send(wire.Cancel(self._request, self._ref.name))
+            return
+        self._received += 1
+        self._items.append(item.body)
+        self._wake()
+
+    def settle(self, body: msgspec.Raw) -> None:
+        """The sender's generator ended, after so many items."""
+        count = _count(body)
+        if count == self._received:
+            self._finish(StopAsyncIteration())
+        else:
+            self._finish(StreamBroken(f"{self.describe()}: {self._received} of {count} items arrived"))
+
+    def fail(self, error: BaseException) -> None:
+        if self._end is None:
+            self._finish(error)
+
+    def gone(self, uid: str, cause: str) -> None:
+        if self._entry is not None and self._entry.uid == uid:
+            self.fail(OutcomeUnknown(f"{self.describe()}, which died before its end: {cause}"))
+
+    def close(self) -> None:
+        self.fail(SystemClosed(f"{self.describe()}, but this process's actor system closes"))
+
+    def describe(self) -> str:
+        incarnation = f"#{self._entry.incarnation}" if self._entry is not None else ""
+        return f"{self._ref.owner} reads {type(self._msg).__name__} of {self._ref.name}{incarnation}"
+
+    # ------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        caller = self._caller
+        assert self._entry is not None
+        scope = handled.get()
+        deadline = caller.loop.time() + self._item_s
+        trace = 0
+        if scope is not None:
+            deadline, trace = min(deadline, scope.deadline), scope.trace
+        kind = type(self._msg).__name__
+        self._next = wait = PendingItem(caller.loop, self._ref.owner, self._entry, kind, deadline, trace)
+        try:
+            await caller.bounded(wait)
+        finally:
+            self._next = None
+
+    def _finish(self, end: BaseException) -> None:
+        self._end = end
+        self._caller.feeds.pop(self._request, None)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._next is not None and not self._next.future.done():
+            self._next.future.set_result(None)
+
+    def _send(self, message: Any) -> None:
+        if self._peer is not None and not self._caller.closed:
+            self._peer.send(Lane(self._lane), encoder.encode(message))
+
+
+_count = msgspec.msgpack.Decoder(int).decode
