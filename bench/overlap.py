@@ -2,10 +2,6 @@
 
 Every run is a `dockyard-launch up` of its own: engine, trainer, sandbox and all. Both modes start from one warmed-up model and train the
 same number of groups. The synchronous side is the better of one and two threads per phase. Times are of whole training steps in trace.json.
-
-Each task has one test more than the shipped ones: it calls the function for a whole grid of arguments, which takes a few milliseconds of
-processor time. Verdicts then cost about as much as generation does, as they do where answers are judged by a project's tests; the shipped
-tests, of a few microseconds, hide inside generation in either mode.
 """
 
 from __future__ import annotations
@@ -18,19 +14,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from bench.harness import Figures, Options, figure, note
 from dockyard_actors.config import ENV_PREFIX, load_config
 from dockyard_actors.observe.idle import idle_report
 from dockyard_actors.observe.metrics import read_metrics
 from dockyard_actors.plan import with_engine
-from dockyard_actors.tasks import repair
-from dockyard_actors.tasks.answer import build_program
-from dockyard_actors.tasks.dataset import encode_tasks
-from dockyard_actors.tasks.types import Task
 
 CONFIG = Path(__file__).parents[1] / "launch" / "configs" / "repair_tiny.yaml"
 STEPS = {"full": 30, "tiny": 4}
@@ -39,7 +28,6 @@ SHAPE = {"full": (), "tiny": ("grpo.num_prompts_per_step=2", "grpo.num_generatio
 LAST = 3  # the reward at the end is the mean over the last third of the steps
 RUN_S = 900.0  # a hang guard
 LAUNCH = (sys.executable, "-m", "dockyard_actors.cli", "up", str(CONFIG))
-GRID = {"full": 220, "tiny": 3}  # the longest test calls the function for this many values of either argument
 BOUNDING = ("trainer", "rollout-0")  # the broker's busy time is that of programs waiting for each other as well
 SIDES = {
     "async": ("grpo.mode=async",),
@@ -64,13 +52,11 @@ def run(options: Options) -> Figures:
     note(f"engine {kind}, because {why}")
     with tempfile.TemporaryDirectory(prefix="dockyard-bench-") as scratch:
         model = _warm(Path(scratch), options.size)
-        tasks = Path(scratch) / "tasks.jsonl"
-        tasks.write_bytes(encode_tasks([_with_grid(task, GRID[options.size]) for task in repair.shipped_tasks()]))
         measured: dict[str, list[Measured]] = {side: [] for side in SIDES}
         for number in range(options.rounds):
             for side, overrides in SIDES.items():
                 directory = Path(scratch) / f"{number}-{side.replace(', ', '-').replace(' ', '-')}"
-                measured[side].append(_train(directory, model, tasks, kind, number, options.size, overrides))
+                measured[side].append(_train(directory, model, kind, number, options.size, overrides))
                 note(f"  round {number + 1}, {side}: {measured[side][-1].step_s:.3f} s a step")
     steps = {side: [one.step_s for one in runs] for side, runs in measured.items()}
     best = min((side for side in SIDES if side != "async"), key=lambda side: statistics.median(steps[side]))
@@ -109,23 +95,11 @@ def _warm(scratch: Path, size: str) -> Path:
     return directory / "checkpoints" / "step-00000"
 
 
-def _with_grid(task: Task, side: int) -> Task:
-    """The task with a test over side × side pairs of arguments, whose sum the right answer gives."""
-    program: dict[str, Any] = {}
-    exec(build_program(task, task.target), program)
-    value = sum(program["f"](a, b) for a in range(1, side + 1) for b in range(1, side + 1))
-    test = f"assert sum(f(a, b) for a in range(1, {side + 1}) for b in range(1, {side + 1})) == {value}"
-    return msgspec.structs.replace(task, hidden_tests=(*task.hidden_tests, test))
-
-
-def _train(
-    directory: Path, model: Path, tasks: Path, engine: str, seed: int, size: str, overrides: Sequence[str]
-) -> Measured:
+def _train(directory: Path, model: Path, engine: str, seed: int, size: str, overrides: Sequence[str]) -> Measured:
     _launch(
         directory,
         [
             f"model.source={model}",
-            f"tasks.path={tasks}",
             "warmup.steps=0",
             f"grpo.max_num_steps={STEPS[size]}",
             f"checkpoint.every={STEPS[size]}",
