@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dockyard_actors.runtime.message import Message, MessageTypeError, Stream, decoder, reply_type
+from dockyard_actors.runtime.message import Message, MessageTypeError, Stream, decoder, fingerprint, reply_type
 
 if TYPE_CHECKING:
     import asyncio
@@ -137,6 +137,18 @@ def _table(cls: type[Actor]) -> dict[str, Handler]:
                 stream,
             )
     return table
+
+
+@cache
+def urgent_of(cls: type[Actor]) -> tuple[str, ...]:
+    """Names of the messages that this class serves on the control lane."""
+    return tuple(sorted(kind for kind, handler in handlers_of(cls).items() if handler.control))
+
+
+@cache
+def schema_of(cls: type[Actor]) -> str:
+    """Fingerprint of everything this class understands and answers."""
+    return fingerprint([handler.kind for handler in handlers_of(cls).values()])
 
 
 def _may_handle(member: Any) -> bool:

@@ -24,14 +24,14 @@ import msgspec
 
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime import guard
-from dockyard_actors.runtime.actor import Actor, Death, handlers_of
+from dockyard_actors.runtime.actor import Actor, Death, handlers_of, schema_of, urgent_of
 from dockyard_actors.runtime.caller import Caller
 from dockyard_actors.runtime.cell import Cell
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
 from dockyard_actors.runtime.directory import Directory, Entry, ProcessRecord
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, ProtocolRefused
-from dockyard_actors.runtime.message import encoder, fingerprint, reply_decoder
+from dockyard_actors.runtime.message import encoder, reply_decoder
 from dockyard_actors.runtime.reception import Reception
 from dockyard_actors.runtime.ref import Ref
 from dockyard_actors.runtime.registry import (
@@ -179,13 +179,21 @@ class ActorSystem:
         table = handlers_of(type(actor))
         if name in self.cells or name in self._reception.early:
             raise NameTaken(f"{self.config.name} runs an actor called {name!r} already")
-        urgent = tuple(sorted(kind for kind, handler in table.items() if handler.control))
+        urgent = urgent_of(type(actor))
         register = Register(
-            name=name, uid=self.config.uid, window=self.config.window, control=urgent, meta=self._meta(meta)
+            name=name,
+            uid=self.config.uid,
+            window=self.config.window,
+            window_bytes=self.config.window_bytes,
+            control=urgent,
+            meta=self._meta(meta),
         )
         self._reception.expect(name)  # the first messages may overtake the registry's answer: another connection
         try:
-            reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
+            if self.registry is not None:
+                reply = await self.registry.register(register)
+            else:
+                reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
         except BaseException:
             self._reception.give_up(name)
             raise
@@ -193,7 +201,8 @@ class ActorSystem:
             self._reception.give_up(name)
             raise NameTaken(f"cannot register {name!r}: {reply.reason}")
         cell = self.cells[name] = Cell(self, actor, name, reply.incarnation, table)
-        log.info("%s#%d starts, schema %s", name, reply.incarnation, fingerprint([h.kind for h in table.values()]))
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s#%d starts, schema %s", name, reply.incarnation, schema_of(type(actor)))
         self.directory.apply(
             Entry(
                 name,
@@ -203,6 +212,7 @@ class ActorSystem:
                 self.config.window,
                 urgent,
                 register.meta,
+                window_bytes=self.config.window_bytes,
             )
         )
         self._reception.admit(name)
