@@ -1,4 +1,4 @@
-"""`python -m bench NAME [--json] [--rounds N] [--threads N] [--size tiny]`: runs one benchmark and prints its figures."""
+"""`python -m bench NAME [--json] [--rounds N] [--threads N] [--size tiny] [--peers none]`: runs one benchmark and prints its figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import bench
 from bench.harness import Figures, Options
 
-SHARED = {"harness", "__main__"}
+SHARED = {"harness", "peers", "__main__"}
 
 
 def names() -> list[str]:
@@ -39,11 +39,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=Options.rounds)
     parser.add_argument("--threads", type=int, default=Options.threads, help="torch threads of both sides")
     parser.add_argument("--size", choices=("full", "tiny"), default=Options.size)
+    parser.add_argument("--peers", choices=("all", "none"), default=Options.peers, help="none: without other software")
     args = parser.parse_args(argv)
     if args.name not in names():
         parser.error(f"no benchmark {args.name!r}; there are: {', '.join(names())}")
     try:
-        options = Options(rounds=args.rounds, size=args.size, threads=args.threads)
+        options = Options(rounds=args.rounds, size=args.size, threads=args.threads, peers=args.peers)
     except ValueError as error:
         parser.error(str(error))
     figures = importlib.import_module(f"bench.{args.name}").run(options)

@@ -17,11 +17,13 @@ from typing import Any, Literal, TypedDict
 
 @dataclass(frozen=True)
 class Options:
-    """rounds: of each side, in turn. size: `tiny` only shows that the benchmark runs. threads: of both sides."""
+    """rounds: of each side, in turn. size: `tiny` only shows that the benchmark runs. threads: of both sides.
+    peers: `none` leaves other software out, which may take long to start."""
 
     rounds: int = 5
     size: Literal["full", "tiny"] = "full"
     threads: int = 1
+    peers: Literal["all", "none"] = "all"
 
     def __post_init__(self) -> None:
         for name in ("rounds", "threads"):
