@@ -6,13 +6,13 @@ As long as no message has come it is a few hundred bytes and no task; what serve
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.actor import Actor, ActorContext, Handler
 from dockyard_actors.runtime.mailbox import Remembered
+from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.scope import fresh
 from dockyard_actors.runtime.service import Delivery, Event, Service
 from dockyard_actors.runtime.status import ActorStatus
@@ -20,6 +20,9 @@ from dockyard_actors.transport.base import Lane, Peer
 
 if TYPE_CHECKING:
     from dockyard_actors.runtime.system import ActorSystem
+
+
+NEVER = float("inf")
 
 
 class Cell:
@@ -98,28 +101,42 @@ class Cell:
 
     def event(self, method: str, value: Any) -> None:
         """The actor's ``method`` is called with ``value``, on the control lane."""
-        self._serving().put(Event(method, value))
+        self._serving().put_control(Event(method, value))
 
     def offer(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, size: int) -> None:
         """A message for this incarnation. size: bytes of its envelope."""
         service = self.service or self._serving()
         handler = self.table.get(message.kind)
-        if handler is None:
-            service.consumed(peer, lane, size)
-            text = f"{type(self.actor).__name__} has no handler for {message.kind}"
-            service.refuse(peer, lane, message, wire.NOT_UNDERSTOOD, text)
-        elif self.stopping:
-            service.refuse(peer, lane, message, wire.STOPPED, f"{self.name} stopped")
-        elif handler.control and service.control.full:
-            service.consumed(peer, lane, size)
-            text = f"{self.name}'s control mailbox holds {len(service.control)} messages"
-            service.refuse(peer, lane, message, wire.FULL, text)
+        if handler is None or handler.control or self.stopping:
+            self._offer_others(service, peer, lane, message, size)
         elif type(message) is wire.Ask:
             if not (message.keep and self._repeated(service, peer, lane, message, size)):
                 deadline = self.system.loop.time() + message.ttl
                 service.put(Delivery(peer, lane, message, handler, deadline, size))
         else:
-            service.put(Delivery(peer, lane, message, handler, float("inf"), size))
+            service.put(Delivery(peer, lane, message, handler, NEVER, size))
+
+    def _offer_others(self, service: Service, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, size: int) -> None:
+        """What goes over the control lane, and what cannot be handled."""
+        handler = self.table.get(message.kind)
+        if handler is None:
+            service.consumed(peer, lane, size)
+            if message.kind == "Inspect" and type(message) is wire.Ask:
+                peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
+            else:
+                text = f"{type(self.actor).__name__} has no handler for {message.kind}"
+                service.refuse(peer, lane, message, wire.NOT_UNDERSTOOD, text)
+        elif self.stopping:
+            service.refuse(peer, lane, message, wire.STOPPED, f"{self.name} stopped")
+        elif service.control.full:
+            service.consumed(peer, lane, size)
+            text = f"{self.name}'s control mailbox holds {len(service.control)} messages"
+            service.refuse(peer, lane, message, wire.FULL, text)
+        elif not isinstance(message, wire.Ask):
+            service.put_control(Delivery(peer, lane, message, handler, NEVER, size))
+        elif not (message.keep and self._repeated(service, peer, lane, message, size)):
+            deadline = self.system.loop.time() + message.ttl
+            service.put_control(Delivery(peer, lane, message, handler, deadline, size))
 
     def _serving(self) -> Service:
         if self.service is None:
@@ -149,7 +166,7 @@ class Cell:
             mailbox_bytes=service.user.size,
             control=len(service.control),
             busy=service.busy,
-            busy_s=time.perf_counter() - service.busy_since if service.busy else 0.0,
+            busy_s=service.busy_s,
             running=len(service.running),
             handlers={kind: times.value() for kind, times in service.times.items()},
         )

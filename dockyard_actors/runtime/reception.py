@@ -55,10 +55,14 @@ class Reception:
             self.system.counts.malformed += 1
             log.warning("ignored a malformed envelope from process %s: %s", peer.uid or "?", error)
             return
-        if isinstance(message, wire.Reply):
+        if isinstance(message, (wire.Ask, wire.Tell)):
+            cell = self.system.cells.get(message.dst)
+            if cell is not None and cell.incarnation == message.incarnation:
+                cell.offer(peer, lane, message, len(envelope))
+            else:
+                self._on_request(peer, lane, message, len(envelope))
+        elif isinstance(message, wire.Reply):
             self.system.caller.on_reply(message)
-        elif isinstance(message, wire.Ask | wire.Tell):
-            self._on_request(peer, lane, message, len(envelope))
         elif isinstance(message, wire.Item):
             self.system.caller.on_item(message)
         elif isinstance(message, wire.Credit):
@@ -88,9 +92,7 @@ class Reception:
                 self.system.take(decoder(DirectoryUpdate).decode(message.body))
             return
         cell = self.system.cells.get(message.dst)
-        if message.kind == "Inspect" and type(message) is wire.Ask and cell is not None:
-            peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
-        elif message.dst in self.early:
+        if message.dst in self.early:
             self.early[message.dst].append((peer, lane, message, size))
         elif cell is None:
             self._refuse(

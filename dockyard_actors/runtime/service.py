@@ -119,9 +119,9 @@ class Service:
         self.control: Mailbox[Delivery | Event | _Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
         self.remembered = Remembered(config.dedup_capacity)
         self.times: dict[str, Times] = {}
-        self.busy = ""  # kind of the serial user message at work
-        self.busy_since = 0.0  # perf_counter
-        self._at_work: Delivery | None = None  # it, until it was called slow
+        self._at_work: Delivery | None = None  # of the serial user messages
+        self._since = 0.0  # when its handler began, by perf_counter
+        self._called_slow: Delivery | None = None
         self.running: dict[Key | int, _Running] = {}
         self.held_back = False  # the transport stops reading because a mailbox here is full
         self._accounts: dict[Peer, list[int]] = {}  # by lane: messages and bytes taken and not yet given back as credit
@@ -132,19 +132,32 @@ class Service:
         self._tasks: dict[bool, asyncio.Task[None]] = {}  # serial or not
         self._number = 0
 
+    @property
+    def busy(self) -> str:
+        """Kind of the serial user message at work."""
+        item = self._at_work
+        return item.message.kind if item is not None else ""
+
+    @property
+    def busy_s(self) -> float:
+        """For how long it has been."""
+        return time.perf_counter() - self._since if self._at_work is not None else 0.0
+
     # ------------------------------------------------------------------ life
 
-    def put(self, item: Delivery | Event) -> None:
-        serial = isinstance(item, Delivery) and not item.handler.control
-        if isinstance(item, Delivery) and serial:
-            self.user.put(item)
-            if not self.held_back and self.user.full:
-                self.held_back = True
-                self.system.no_room_in(self)
-        else:
-            self.control.put(item)
-        if serial not in self._tasks and self.cell.open:
-            self._start(serial)
+    def put(self, item: Delivery) -> None:
+        box = self.user
+        box.put(item)
+        if not self.held_back and (len(box.items) >= box.capacity or box.size >= box.capacity_bytes):
+            self.held_back = True
+            self.system.no_room_in(self)
+        if True not in self._tasks and self.cell.open:
+            self._start(True)
+
+    def put_control(self, item: Delivery | Event) -> None:
+        self.control.put(item)
+        if False not in self._tasks and self.cell.open:
+            self._start(False)
 
     def open(self) -> None:
         """The actor has started: what has come meanwhile is served."""
@@ -222,15 +235,13 @@ class Service:
                 else:
                     started = clock()
                     if serial:
-                        self.busy, self.busy_since, self._at_work = item.message.kind, started, item
+                        self._at_work, self._since = item, started
                         if not system.watching_handlers:
                             system.watch_handlers()
                     handled.set(item)
                     try:
                         value = await getattr(actor, item.handler.method)(decoded)
-                    except (
-                        Exception
-                    ) as error:  # the actor's boundary: the asker gets it, the log keeps it, the actor lives on
+                    except Exception as error:  # the actor's boundary: the asker gets it, the log keeps it
                         self._raised(item, error)
                     except asyncio.CancelledError as error:
                         if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # it is this task that is to end
@@ -239,9 +250,9 @@ class Service:
                     else:
                         if type(item.message) is wire.Ask:
                             self._reply(item, value)
-                    self._took(item.message, clock() - started)
+                    self._took(item.message.kind, clock() - started)
                     if serial:
-                        self.busy, self._at_work = "", None
+                        self._at_work = None
             elif type(item) is _Stop:
                 return
             else:
@@ -277,17 +288,17 @@ class Service:
             self.refuse(item.peer, item.lane, message, wire.NOT_UNDERSTOOD, text)
             return None
 
-    def _took(self, message: wire.Ask | wire.Tell, seconds: float) -> None:
-        times = self.times.get(message.kind)
+    def _took(self, kind: str, seconds: float) -> None:
+        times = self.times.get(kind)
         if times is None:
-            times = self.times[message.kind] = Times()
+            times = self.times[kind] = Times()
         times.add(seconds)
 
     def warn_when_slow(self) -> None:
         """Names the serial handler at work, once, when it takes longer than slow_handler_s: what waits behind it waits with it."""
-        seconds = time.perf_counter() - self.busy_since
-        if self._at_work is not None and seconds > self.system.config.slow_handler_s:
-            message, self._at_work = self._at_work.message, None
+        item, seconds = self._at_work, self.busy_s
+        if item is not None and item is not self._called_slow and seconds > self.system.config.slow_handler_s:
+            self._called_slow, message = item, item.message
             log.warning(
                 "%s: slow handler %s, for %.1f s at %s from %s (trace %x); %d messages wait behind it",
                 self.cell.name,
@@ -351,7 +362,7 @@ class Service:
                 if asked and item.deadline != float("inf"):
                     self.system.deadlines.finished()
             self.running.pop(key, None)
-            self._took(item.message, time.perf_counter() - running.since)
+            self._took(item.message.kind, time.perf_counter() - running.since)
             if self._slot_free is not None:
                 self._slot_free.set()
 

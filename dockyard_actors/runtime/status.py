@@ -25,7 +25,8 @@ class Counts(msgspec.Struct):
     malformed: int = 0  # envelopes that did not decode
 
 
-_BUCKETS = 32
+_BUCKETS = 32  # the last one is for anything longer
+_LONGEST_S = 2.0 ** (_BUCKETS - 1) / 1e6
 
 
 class HandlerTimes(msgspec.Struct, frozen=True):
@@ -49,22 +50,20 @@ class HandlerTimes(msgspec.Struct, frozen=True):
 class Times:
     """Counts one handler's times."""
 
-    __slots__ = ("_buckets", "count", "max_s", "total_s")
+    __slots__ = ("_buckets", "max_s", "total_s")
 
     def __init__(self) -> None:
-        self.count = 0
         self.total_s = self.max_s = 0.0
-        self._buckets = [0] * _BUCKETS
+        self._buckets = [0] * (_BUCKETS + 1)
 
     def add(self, seconds: float) -> None:
-        self.count += 1
         self.total_s += seconds
         if seconds > self.max_s:
             self.max_s = seconds
-        self._buckets[min(int(seconds * 1e6).bit_length(), _BUCKETS - 1)] += 1
+        self._buckets[int(seconds * 1e6).bit_length() if seconds < _LONGEST_S else _BUCKETS] += 1
 
     def value(self) -> HandlerTimes:
-        return HandlerTimes(self.count, self.total_s, self.max_s, tuple(self._buckets))
+        return HandlerTimes(sum(self._buckets), self.total_s, self.max_s, tuple(self._buckets))
 
 
 class ActorStatus(msgspec.Struct, frozen=True):
