@@ -19,6 +19,7 @@ from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.runtime.actor import Actor, Death, concurrent
 from dockyard_actors.runtime.errors import ActorError, RemoteError
+from dockyard_actors.runtime.scope import fresh
 from dockyard_actors.transport.plane import DataPlane, TensorRef
 
 log = logging.getLogger(__name__)
@@ -104,8 +105,8 @@ class Buffer(Actor):
         if (held := self.groups.get(msg.meta.lease)) is not None:
             same = held.ref == msg.ref
             return m.Pushed(same, "" if same else f"lease {msg.meta.lease} was filled by another push")
-        # In a task of its own: what the journal owns is held here, even when the pusher gives up waiting.
-        accepting = asyncio.ensure_future(self._accept(msg.meta, msg.ref))
+        # In a task of its own, not bound by the pusher's deadline: what the journal owns is held here, even when the pusher gives up.
+        accepting = asyncio.create_task(self._accept(msg.meta, msg.ref), context=fresh())
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
         return await asyncio.shield(accepting)

@@ -5,7 +5,7 @@ It is a context variable, so tasks that a handler starts for itself inherit it t
 
 from __future__ import annotations
 
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import NamedTuple, Protocol
 
 
@@ -34,8 +34,8 @@ def current() -> Scope | None:
     return None if message is None else Scope(message.deadline, message.trace)
 
 
-def fresh():
-    """A copy of the present context in which no message is being handled."""
+def fresh() -> Context:
+    """A copy of the present context in which no message is being handled: for a task that outlives the handler that starts it."""
     context = copy_context()
     context.run(handled.set, None)
     return context
