@@ -49,6 +49,22 @@ class Death(msgspec.Struct, frozen=True):
     clean: bool = False
 
 
+class Birth(msgspec.Struct, frozen=True):
+    """A watched name has a new incarnation, or had it when the watch began. ``meta``: pid, host, process and what its starter gave."""
+
+    name: str
+    incarnation: int
+    meta: dict[str, str]
+
+
+class Unresponsive(msgspec.Struct, frozen=True):
+    """The process of a watched name has not answered its node agent for ``silent_s`` seconds; 0: it answers again."""
+
+    name: str
+    incarnation: int
+    silent_s: float
+
+
 class ActorContext:
     """An actor's view of its surroundings, set as ``self.ctx`` before `on_start`."""
 
@@ -65,7 +81,8 @@ class ActorContext:
         return self._cell.spawn(work, name)
 
     def watch(self, name: str) -> None:
-        """`on_death` is called for every death of this name from now on, and at once if its last incarnation is dead already."""
+        """`on_death` and `on_birth` are called for every death and every new incarnation of this name from now on, and at once for
+        how it is now; `on_unresponsive` when its process stops answering its node agent."""
         self._cell.watch(name)
 
 
@@ -86,6 +103,12 @@ class Actor:
 
     async def on_death(self, death: Death) -> None:
         """A watched name died. Served on the control lane."""
+
+    async def on_birth(self, birth: Birth) -> None:
+        """A watched name lives. Served on the control lane."""
+
+    async def on_unresponsive(self, silent: Unresponsive) -> None:
+        """The loop of a watched name's process is held, or is free again. Served on the control lane."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from dockyard_actors.runtime.child import Child
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.directory import ProcessRecord
 from dockyard_actors.runtime.errors import ActorError
-from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.pings import Pings
 from dockyard_actors.runtime.process import Bootstrap
-from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, ProcessDied
+from dockyard_actors.runtime.registry import DirectoryUpdate
 from dockyard_actors.runtime.rundir import RuntimeDir
 from dockyard_actors.runtime.supervision import (
     Failure,
@@ -55,7 +54,10 @@ class AgentConfig:
     listen: str = (
         ""  # primary: "tcp://HOST:PORT" where other hosts join (a concrete address, it is what peers connect to)
     )
-    key_file: Path | None = None  # secondary: the primary's key file (None: beside an ipc rendezvous)
+    key_file: Path | None = (
+        None  # secondary: the primary's key file (None: beside an ipc rendezvous); primary: keys that outlive
+    )
+    # it (made when missing), so that one started again at the same ``listen`` gets its secondaries back
     runtime_parent: Path | None = (
         None  # where the private runtime directory is made (None: the system's temp directory)
     )
@@ -65,6 +67,9 @@ class AgentConfig:
     hang_s: float = 5.0  # silence after which it is killed and restarted: a loop that only routes never needs it
     start_grace_s: float = 60.0  # until the first answer: imports of torch and transformers from a cold disk
     agent_lost_s: float = 10.0  # silence after which another agent, and all its processes, count as dead
+    registry_lost_s: float = 30.0  # secondary: how long its processes go on without a primary, until one is there again
+    lease_s: float = 15.0  # primary: silence after which a process that no agent or pidfd watches counts as dead
+    settle_s: float = 10.0  # primary: how long processes that others know have to come back after it was started again
     secondary_stop_s: float = 30.0  # how long the primary waits at its end for secondary agents to leave
 
 
@@ -101,7 +106,6 @@ class NodeAgent:
         self.children: dict[str, Child] = {}
         self._pings = Pings(self)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._primary_watch: PidWatch | None = None
         self._told_to_end = False
 
     async def __aenter__(self) -> NodeAgent:
@@ -125,6 +129,9 @@ class NodeAgent:
                     tcp_bind=tcp,
                     key_file=self.key_file,
                     allow_plain_loopback=config.allow_plain_loopback,
+                    registry_lost_s=config.registry_lost_s,
+                    lease_s=config.lease_s,
+                    settle_s=config.settle_s,
                 ),
                 is_agent=True,
             )
@@ -138,8 +145,10 @@ class NodeAgent:
             if self.system.registry is not None:
                 self.system.registry.on_join = self._pings.joined
                 self.system.registry.on_gone = self._pings.gone
-            else:
-                self._watch_primary(self.system.primary)
+            elif self.system.membership is not None:
+                self.system.membership.children = self._living
+                self.system.membership.on_rejoin = self._new_primary
+                self._pings.joined(self.system.primary)
             self.actor_name = PRIMARY if self.primary else f"{PRIMARY}/{config.name}"
             await self.system.start(_AgentActor(self), self.actor_name)
             self.own(self._pings.run(), "pings")
@@ -167,8 +176,6 @@ class NodeAgent:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._primary_watch is not None:
-                self._primary_watch.close()
             try:
                 await self.system.close()
             finally:
@@ -239,17 +246,15 @@ class NodeAgent:
             key_file=str(self.key_file),
             tcp_bind=f"tcp://{self._host}:0" if self._host else "",
             allow_plain_loopback=self.config.allow_plain_loopback,
+            registry_lost_s=self.config.registry_lost_s,
         )
 
     async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None:
         self._pings.forget(uid, Address(self.system.transport.address.host, f"{socket_dir}/"))
         if self.system.registry is not None:
             self.system.registry.declare_dead(uid, cause, clean)
-            return
-        try:
-            await self.system.ref(REGISTRY).ask(ProcessDied(uid=uid, cause=cause, clean=clean))
-        except ActorError as error:
-            log.error("could not report that process %s died (%s): %s", uid, cause, error)
+        elif self.system.membership is not None:
+            await self.system.membership.report_death(uid, cause, clean)
 
     def child_failed(self, failure: Failure) -> None:
         self.fail(failure)
@@ -280,18 +285,21 @@ class NodeAgent:
         return Address(self.system.transport.address.host, f"{child.socket_dir}/")
 
     def agent_lost(self, process: ProcessRecord, cause: str) -> None:
-        """Another agent is silent: the primary buries it with its processes, a secondary ends."""
+        """Another agent is silent: the primary buries it with its processes, a secondary looks for the next primary."""
         if self.system.registry is not None:
             self.system.registry.declare_dead(process.uid, cause)
-        else:
-            self._primary_lost(cause)
+        elif self.system.membership is not None:
+            self.system.membership.lost(cause)
 
-    def _watch_primary(self, primary: ProcessRecord) -> None:
+    def _living(self) -> list[str]:
+        return [child.uid for child in self.children.values() if child.pid]
+
+    def _new_primary(self, before: ProcessRecord, primary: ProcessRecord) -> None:
+        """The registry is back: the same primary after a silence, or one that was started anew."""
+        self._pings.gone(before, "the registry is back")
+        if before.address != primary.address:
+            self.system.hang_up(before.address)
         self._pings.joined(primary)
-        if primary.host == self.system.transport.address.host:
-            self._primary_watch = PidWatch(
-                primary.pid, lambda: self._primary_lost(f"the primary node agent (pid {primary.pid}) ended")
-            )
 
     def _primary_lost(self, cause: str) -> None:
         if self._told_to_end or self._failed.done():
@@ -338,8 +346,9 @@ class NodeAgent:
 
     def _find_keys(self) -> Path:
         if self.primary:
-            path = self.runtime_dir / "keys"
-            create_keys(path)
+            path = self.config.key_file or self.runtime_dir / "keys"
+            if not path.exists():
+                create_keys(path)
             return path
         if self.config.key_file is not None:
             return self.config.key_file

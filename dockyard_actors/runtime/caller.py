@@ -364,6 +364,12 @@ class Caller:
         if outlet is not None:
             outlet.forget(entry)
 
+    def on_renumbered(self, before: Entry, entry: Entry) -> None:
+        """The same actor goes on under another incarnation: what was sent counts, and so does the room that it takes."""
+        outlet = self._outlets.get(entry.uid)
+        if outlet is not None:
+            outlet.rename(before, entry)
+
     def on_refused(self, peer: Peer, reason: str) -> None:
         outlet = self._by_peer.get(peer)
         uids = [uid for uid, known in self._outlets.items() if known is outlet]

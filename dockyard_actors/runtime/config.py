@@ -42,6 +42,14 @@ class SystemConfig:
     )
     join_s: float = 30.0  # the registry must answer a new process within this; the primary may still be starting
     registry_s: float = 5.0  # lookups and registrations: one round trip to a loop that never blocks
+    lease_s: float = (
+        15.0  # a process whose end nobody sees counts as dead after this silence; it renews three times as often
+    )
+    registry_lost_s: float = 30.0  # a process whose registry is gone goes on for so long and looks for the next one
+    rejoin_s: float = 2.0  # one try to join the next registry; each dials anew
+    settle_s: float = (
+        10.0  # a registry just started waits so long for processes that others know, then they count as dead
+    )
     slow_handler_s: float = 1.0  # a handler at work for longer is named in the log: messages behind it wait
     stop_s: float = 5.0  # an actor's on_stop and its running handlers at close
 

@@ -28,7 +28,7 @@ class Entry(msgspec.Struct, frozen=True, tag=True):
     """One name: the newest incarnation, and whether it lives."""
 
     name: str
-    incarnation: int  # strictly increasing for each name over the life of the registry
+    incarnation: int  # strictly increasing for each name, over restarts of the registry too
     uid: str  # of its process
     address: Address
     window: int = 1  # messages one sender may have waiting in the actor's mailbox
@@ -38,6 +38,25 @@ class Entry(msgspec.Struct, frozen=True, tag=True):
     cause: str = ""
     clean: bool = False  # it stopped or left by itself
     window_bytes: int = 4 << 20  # as window, in bytes of envelopes
+
+
+REGISTRY = "registry"  # name of the registry's own actor
+GONE = 4096  # dead processes remembered; uids are random, so that one forgotten can only be met again by waking up later than all these died
+
+
+def died(entry: Entry, cause: str, clean: bool = False) -> Entry:
+    """The same incarnation, dead."""
+    return msgspec.structs.replace(entry, alive=False, cause=cause, clean=clean)
+
+
+class Gone(dict[str, str]):
+    """uid → cause of the processes that died last. A process among them must not come back under its uid."""
+
+    def add(self, uid: str, cause: str) -> None:
+        self.pop(uid, None)
+        self[uid] = cause
+        while len(self) > GONE:
+            del self[next(iter(self))]
 
 
 class Directory:
@@ -52,11 +71,15 @@ class Directory:
         known = self.entries.get(entry.name)
         if known is not None and (known.incarnation, not known.alive) >= (entry.incarnation, not entry.alive):
             return False
+        self.put(entry)
+        return True
+
+    def put(self, entry: Entry) -> None:
+        """Takes an entry whatever is known: another registry is the registry from now on."""
         self.entries[entry.name] = entry
         for waiter in self._waiters.pop(entry.name, ()):
             if not waiter.done():
                 waiter.set_result(None)
-        return True
 
     def alive(self, name: str) -> Entry | None:
         entry = self.entries.get(name)

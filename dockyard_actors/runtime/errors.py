@@ -40,6 +40,10 @@ class UnknownName(ActorError, LookupError):
     """No actor of this name is registered (yet)."""
 
 
+class RegistryDown(UnknownName):
+    """The name is not known here, and the registry that may know it is down. Names that are known here go on working."""
+
+
 class NameTaken(ActorError):
     """A living actor already has this name."""
 

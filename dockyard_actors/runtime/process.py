@@ -44,6 +44,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
     key_file: str = ""
     tcp_bind: str = ""
     allow_plain_loopback: bool = False
+    registry_lost_s: float = 30.0
 
     def system(self) -> SystemConfig:
         return SystemConfig(
@@ -55,6 +56,7 @@ class Bootstrap(msgspec.Struct, frozen=True):
             key_file=Path(self.key_file) if self.key_file else None,
             tcp_bind=self.tcp_bind,
             allow_plain_loopback=self.allow_plain_loopback,
+            registry_lost_s=self.registry_lost_s,
         )
 
 

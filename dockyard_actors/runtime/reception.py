@@ -102,7 +102,9 @@ class Reception:
                 wire.UNKNOWN,
                 f"no actor {message.dst!r} in process {self.system.config.name} (any more)",
             )
-        elif message.incarnation not in (cell.incarnation, 0):
+        elif message.incarnation not in (cell.incarnation, 0) and (
+            message.incarnation not in self.system.former.get(message.dst, ())
+        ):
             text = f"it was meant for incarnation {message.incarnation} and this is {cell.incarnation}"
             self._refuse(peer, lane, message, wire.STALE, text)
         else:

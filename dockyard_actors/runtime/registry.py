@@ -1,7 +1,8 @@
 """The registry: gives names their incarnations and tells every process who was born and who died.
 
-The primary node agent hosts it. It believes node agents about their children, and watches by itself (pidfd) the processes
-on its own host that have no agent. It knows nothing of what names mean.
+The primary node agent hosts it. It believes node agents about their children, watches by itself (pidfd) the processes on its own
+host that have no agent, and leases everybody else. After a restart it is rebuilt from what the living claim. It knows nothing of
+what names mean.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from dockyard_actors.runtime.actor import Actor, control
-from dockyard_actors.runtime.directory import Entry, ProcessRecord
+from dockyard_actors.runtime.actor import Actor, control, handlers_of
+from dockyard_actors.runtime.directory import REGISTRY as REGISTRY
+from dockyard_actors.runtime.directory import Entry, Gone, ProcessRecord, died
+from dockyard_actors.runtime.leases import Leases
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.runtime.pidwatch import PidWatch
+from dockyard_actors.runtime.reconciliation import Reconciliation
 
 log = logging.getLogger("dockyard.runtime.registry")
-
-REGISTRY = "registry"
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -28,16 +31,43 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
     registry: ProcessRecord
     entries: tuple[Entry, ...]
+    epoch: int = 0  # of this start of the registry: its identity
+    lease_s: float = 0.0  # > 0: nobody sees this process end, so it must be heard of (`Renew`) within any such time
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
+    fenced: bool = False  # this process was declared dead: it must end
 
 
 class Join(Message[Joined | Refused], frozen=True):
     """A process presents itself; repeated joins of one uid are the same join."""
 
     process: ProcessRecord
+
+
+class Claimed(msgspec.Struct, frozen=True, tag=True):
+    """The claims were taken."""
+
+
+class Claim(Message[Claimed | Refused], frozen=True):
+    """A process that came back tells the registry what it holds and what it knew: sent after every join but the first."""
+
+    uid: str
+    entries: tuple[Entry, ...]  # its own names with their incarnations, and all others as it knew them last
+    gone: dict[str, str] = msgspec.field(default_factory=dict)  # uid → cause, of processes that it knows to be dead
+    children: tuple[str, ...] = ()  # uids of processes that live, of a node agent
+    last: bool = True  # there is no further part
+
+
+class Renewed(msgspec.Struct, frozen=True, tag=True):
+    epoch: int
+
+
+class Renew(Message[Renewed | Refused], frozen=True):
+    """A process is there, and wants to know whether the registry is."""
+
+    uid: str
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
@@ -55,12 +85,13 @@ class Register(Message[Registered | Refused], frozen=True):
     window_bytes: int = 4 << 20
 
 
-class Unregister(Message[None], frozen=True):
-    """An actor stopped in order."""
+class Unregister(Message[Refused | None], frozen=True):
+    """An actor stopped in order. Refused from who does not have the name (any more)."""
 
     name: str
     incarnation: int
     cause: str
+    uid: str = ""
 
 
 class Leave(Message[None], frozen=True):
@@ -75,6 +106,13 @@ class ProcessDied(Message[None], frozen=True):
     uid: str
     cause: str
     clean: bool = False
+
+
+class ProcessSuspect(Message[None], frozen=True):
+    """A node agent reports that a child's loop has not answered for so long (seconds); 0: it answers again."""
+
+    uid: str
+    silent_s: float
 
 
 class Lookup(Message[Entry | Refused], frozen=True):
@@ -95,80 +133,89 @@ class DirectoryUpdate(Message[None], frozen=True):
 
     entries: tuple[Entry, ...]
     gone: dict[str, str] = msgspec.field(default_factory=dict)
+    epoch: int = 0  # of the registry; 0: said by nobody but this process or its node agent
+    suspects: dict[str, float] = msgspec.field(
+        default_factory=dict
+    )  # uid → seconds without an answer; 0: it answers again
 
 
 Push = Callable[[ProcessRecord, DirectoryUpdate | None, bool], None]  # None: say nothing; True: it is the last word
 
 
 class Registry(Actor):
-    """Names, incarnations, processes."""
+    """Names, incarnations, processes. ``epoch``: identity of this start, taken from the clock unless given."""
 
-    def __init__(self, own: ProcessRecord, push: Push) -> None:
+    def __init__(
+        self, own: ProcessRecord, push: Push, *, lease_s: float = 15.0, settle_s: float = 10.0, epoch: int = 0
+    ) -> None:
         self.own = own
+        self.epoch = epoch or time.time_ns()
         self.processes: dict[str, ProcessRecord] = {own.uid: own}
         self.entries: dict[str, Entry] = {}
-        self.gone: dict[str, str] = {}  # uid → cause, of processes that must not come back under the same uid
+        self.gone = Gone()  # of processes that must not come back under the same uid
+        self.given: set[str] = set()  # names whose incarnation was given in this epoch
         self.on_join: Callable[[ProcessRecord], None] | None = None  # the primary agent listens here
         self.on_gone: Callable[[ProcessRecord, str], None] | None = None
         self._push = push
         self._watches: dict[str, PidWatch] = {}
+        self._leases = Leases(lease_s, self._lease_expired)
+        self._reconciliation = Reconciliation(self, settle_s)
         self._changed = asyncio.Event()
 
     async def on_stop(self) -> None:
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()
+        self._leases.close()
+        self._reconciliation.close()
+
+    # ------------------------------------------------------------------ processes
 
     @control
     async def join(self, msg: Join) -> Joined | Refused:
         process = msg.process
         if process.uid in self.gone:
-            return Refused(f"process {process.name} was declared dead: {self.gone[process.uid]}")
+            return Refused(f"process {process.name} was declared dead: {self.gone[process.uid]}", fenced=True)
+        if process.agent in self.gone:
+            return Refused(f"the node agent of process {process.name} is gone: {self.gone[process.agent]}", fenced=True)
         if process.uid not in self.processes:
             self.processes[process.uid] = process
             log.info("process %s joined (pid %d, uid %s)", process.name, process.pid, process.uid)
-            unwatched = not process.agent or process.is_agent
-            if unwatched and process.host == self.own.host and process.pid != os.getpid():
-                self._watches[process.uid] = PidWatch(
-                    process.pid,
-                    lambda: self.declare_dead(process.uid, f"process {process.name} (pid {process.pid}) ended"),
-                )
+            self._look_after(process)
             if self.on_join is not None:
                 self.on_join(process)
-        return Joined(self.own, tuple(self.entries.values()))
+        self._leases.heard(process.uid)
+        lease_s = self._leases.lease_s if process.uid in self._leases else 0.0
+        return Joined(self.own, tuple(self.entries.values()), self.epoch, lease_s)
+
+    def _look_after(self, process: ProcessRecord) -> None:
+        """Finds who will see this process end: its agent, the primary agent's pings, a pidfd, or a lease."""
+        if process.agent and not process.is_agent:
+            if process.agent not in self.processes:  # it may come later: both come back after a restart of the registry
+                self._reconciliation.expect(process.agent, f"the node agent of process {process.name}")
+        elif process.host == self.own.host:
+            if process.pid != os.getpid():
+                end = f"process {process.name} (pid {process.pid}) ended"
+                self._watches[process.uid] = PidWatch(process.pid, lambda: self.declare_dead(process.uid, end))
+        elif not (process.is_agent and self.own.is_agent):
+            self._leases.grant(process.uid)
 
     @control
-    async def register(self, msg: Register) -> Registered | Refused:
-        process = self.processes.get(msg.uid)
-        if process is None:
-            return Refused(self.gone.get(msg.uid, "the process has not joined"))
-        known = self.entries.get(msg.name)
-        if known is not None and known.alive:
-            if known.uid == msg.uid and known.meta == msg.meta and known.control == msg.control:
-                pass  # an actor stopped and started again in one process without the registry hearing of the stop
-            else:
-                owner = self.processes.get(known.uid)
-                where = f"process {owner.name} (pid {owner.pid})" if owner else known.uid
-                return Refused(f"name {msg.name!r} belongs to incarnation {known.incarnation} in {where}")
-        incarnation = known.incarnation + 1 if known else 1
-        entry = Entry(
-            msg.name,
-            incarnation,
-            msg.uid,
-            process.address,
-            msg.window,
-            msg.control,
-            msg.meta,
-            window_bytes=msg.window_bytes,
-        )
-        self._publish([entry])
-        return Registered(incarnation)
+    async def renew(self, msg: Renew) -> Renewed | Refused:
+        refused = self._refused(msg.uid)
+        if refused is not None:
+            return refused
+        self._leases.heard(msg.uid)
+        return Renewed(self.epoch)
 
     @control
-    async def unregister(self, msg: Unregister) -> None:
-        known = self.entries.get(msg.name)
-        if known is not None and known.alive and known.incarnation == msg.incarnation:
-            self._publish([msgspec.structs.replace(known, alive=False, cause=msg.cause, clean=True)])
+    async def claim(self, msg: Claim) -> Claimed | Refused:
+        refused = self._refused(msg.uid)
+        if refused is not None:
+            return refused
+        self._leases.heard(msg.uid)
+        self._reconciliation.claim(msg.uid, msg.entries, msg.gone, msg.children, msg.last)
+        return self._refused(msg.uid) or Claimed()
 
     @control
     async def leave(self, msg: Leave) -> None:
@@ -179,6 +226,74 @@ class Registry(Actor):
         self.declare_dead(msg.uid, msg.cause, msg.clean)
 
     @control
+    async def process_suspect(self, msg: ProcessSuspect) -> None:
+        self.suspect(msg.uid, msg.silent_s)
+
+    def suspect(self, uid: str, silent_s: float) -> None:
+        """Tells everybody that a living process does not answer (0: answers again)."""
+        if uid in self.processes:
+            self.publish([], suspects={uid: silent_s})
+
+    def _lease_expired(self, uid: str, silent_s: float) -> None:
+        process = self.processes[uid]
+        who = f"process {process.name} (pid {process.pid} on another host)"
+        self.declare_dead(uid, f"nothing was heard of {who} for {silent_s:.1f} s (lease_s={self._leases.lease_s:g})")
+
+    def _refused(self, uid: str) -> Refused | None:
+        if uid in self.processes:
+            return None
+        cause = self.gone.get(uid)
+        if cause is None:
+            return Refused("the process has not joined")
+        return Refused(f"the process was declared dead: {cause}", fenced=True)
+
+    # ------------------------------------------------------------------ names
+
+    @control
+    async def register(self, msg: Register) -> Registered | Refused:
+        refused = self._refused(msg.uid)
+        if refused is not None:
+            return refused
+        process = self.processes[msg.uid]
+        self._leases.heard(msg.uid)
+        known = self.entries.get(msg.name)
+        if known is not None and known.alive:
+            if known.uid == msg.uid and known.meta == msg.meta and known.control == msg.control:
+                pass  # an actor stopped and started again in one process without the registry hearing of the stop
+            else:
+                owner = self.processes.get(known.uid)
+                where = f"process {owner.name} (pid {owner.pid})" if owner else known.uid
+                return Refused(f"name {msg.name!r} belongs to incarnation {known.incarnation} in {where}")
+        incarnation = max(known.incarnation if known else 0, self._reconciliation.highest(msg.name)) + 1
+        entry = Entry(
+            msg.name,
+            incarnation,
+            msg.uid,
+            process.address,
+            msg.window,
+            msg.control,
+            msg.meta,
+            window_bytes=msg.window_bytes,
+        )
+        self.given.add(msg.name)
+        self.publish([entry])
+        return Registered(incarnation)
+
+    @control
+    async def unregister(self, msg: Unregister) -> Refused | None:
+        if msg.uid:
+            refused = self._refused(msg.uid)
+            if refused is not None:
+                return refused
+        known = self.entries.get(msg.name)
+        if known is None or known.incarnation != msg.incarnation or (msg.uid and known.uid != msg.uid):
+            now = "was never registered" if known is None else f"is at incarnation {known.incarnation}"
+            return Refused(f"{msg.name}#{msg.incarnation} cannot be unregistered: the name {now}")
+        if known.alive:
+            self.publish([died(known, msg.cause, clean=True)])
+        return None
+
+    @control
     async def lookup(self, msg: Lookup) -> Entry | Refused:
         return self.entries.get(msg.name) or Refused(f"no actor was ever called {msg.name!r}")
 
@@ -186,47 +301,59 @@ class Registry(Actor):
     async def list_all(self, msg: ListAll) -> Processes:
         return Processes(tuple(self.processes.values()), tuple(self.entries.values()))
 
+    # ------------------------------------------------------------------ deaths
+
     def declare_dead(self, uid: str, cause: str, clean: bool = False) -> None:
         """The process, its names and (of an agent) all its children are gone; tells everybody. Repeating it changes nothing."""
-        process = self.processes.pop(uid, None)
-        if process is None:
-            if uid not in self.gone:
-                self.gone[uid] = cause  # it died before it joined
+        if uid in self.gone:
             return
+        process = self.processes.pop(uid, None)
         doomed = {uid: cause}
-        victims = [process]
-        if process.is_agent:
-            for child in [p for p in self.processes.values() if p.agent == uid]:
-                del self.processes[child.uid]
-                doomed[child.uid] = f"its node agent {process.name} is gone: {cause}"
-                victims.append(child)
-        self.gone.update(doomed)
-        for victim in victims:
-            watch = self._watches.pop(victim.uid, None)
+        victims = [] if process is None else [process]
+        name = uid if process is None else process.name
+        children = f"its node agent {name} is gone: {cause}"
+        for child in [p for p in self.processes.values() if p.agent == uid]:
+            del self.processes[child.uid]
+            doomed[child.uid] = children
+            victims.append(child)
+        for child in self._reconciliation.children_of(uid):
+            doomed[child] = children
+        for gone, why in doomed.items():
+            self.gone.add(gone, why)
+            self._leases.drop(gone)
+            watch = self._watches.pop(gone, None)
             if watch is not None:
                 watch.close()
-        log.log(logging.INFO if clean else logging.WARNING, "process %s is gone: %s", process.name, cause)
-        dead = [
-            msgspec.structs.replace(entry, alive=False, cause=doomed[entry.uid], clean=clean)
-            for entry in self.entries.values()
-            if entry.alive and entry.uid in doomed
-        ]
-        update = self._publish(dead, doomed)
+        dead = [died(e, doomed[e.uid], clean) for e in self.entries.values() if e.alive and e.uid in doomed]
+        if not victims and not dead:
+            return  # it died before it joined
+        log.log(logging.INFO if clean else logging.WARNING, "process %s is gone: %s", name, cause)
+        update = self.publish(dead, doomed)
         for victim in victims:  # one that was declared dead and lives all the same must hear it
             self._push(victim, None if clean else update, True)
             if self.on_gone is not None:
                 self.on_gone(victim, doomed[victim.uid])
+        self._reconciliation.died(doomed)
 
     async def next_change(self) -> None:
         """Resolves when a name or a process came or went."""
         await self._changed.wait()
 
-    def _publish(self, entries: list[Entry], gone: dict[str, str] | None = None) -> DirectoryUpdate:
+    def publish(
+        self, entries: Iterable[Entry], gone: dict[str, str] | None = None, suspects: dict[str, float] | None = None
+    ) -> DirectoryUpdate:
+        """Takes these entries and tells every process of them."""
+        entries = tuple(entries)
         for entry in entries:
             self.entries[entry.name] = entry
-        update = DirectoryUpdate(entries=tuple(entries), gone=gone or {})
+        update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {})
         self._changed.set()
         self._changed = asyncio.Event()
-        for process in self.processes.values():
+        for process in list(self.processes.values()):
             self._push(process, update, False)
         return update
+
+
+REGISTRY_CONTROL = tuple(
+    sorted(handlers_of(Registry))
+)  # the registry's messages are all control messages, known before any directory is

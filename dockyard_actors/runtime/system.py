@@ -24,24 +24,23 @@ import msgspec
 
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime import guard
-from dockyard_actors.runtime.actor import Actor, Death, handlers_of, schema_of, urgent_of
+from dockyard_actors.runtime.actor import Actor, Birth, Death, Unresponsive, handlers_of, schema_of, urgent_of
 from dockyard_actors.runtime.caller import Caller
 from dockyard_actors.runtime.cell import Cell
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
-from dockyard_actors.runtime.directory import Directory, Entry, ProcessRecord
-from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, ProtocolRefused
-from dockyard_actors.runtime.message import encoder, reply_decoder
+from dockyard_actors.runtime.directory import Directory, Entry, Gone, ProcessRecord, died
+from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown
+from dockyard_actors.runtime.membership import Membership
+from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.reception import Reception
 from dockyard_actors.runtime.ref import Ref
 from dockyard_actors.runtime.registry import (
     REGISTRY,
+    REGISTRY_CONTROL,
     DirectoryUpdate,
-    Join,
-    Joined,
     Leave,
     Lookup,
-    Refused,
     Register,
     Registered,
     Registry,
@@ -58,17 +57,12 @@ from dockyard_actors.transport.base import (
     Receiver,
     load_keys,
     open_control,
-    parse_rendezvous,
 )
 
 log = logging.getLogger("dockyard.runtime.system")
 
 DEAD_LETTERS = 100  # the newest ones are kept to be looked at
 OpenTransport = Callable[[ControlConfig, Receiver], ControlTransport]
-
-_REGISTRY_CONTROL = tuple(
-    sorted(handlers_of(Registry))
-)  # the registry's messages are all control messages, known before any directory is
 
 
 class ActorSystem:
@@ -84,9 +78,11 @@ class ActorSystem:
         self.config = config or SystemConfig()
         self._open_transport = transport
         self.directory = Directory()
-        self.gone: dict[str, str] = {}  # uid → cause, of dead processes
+        self.gone = Gone()
         self.counts = Counts()
         self.registry: Registry | None = None  # when hosted here
+        self.membership: Membership | None = None  # else
+        self.former: dict[str, set[int]] = {}  # incarnations under which actors that live were known before
         self.on_update: Callable[[DirectoryUpdate], None] | None = None  # the node agent listens here
         self._is_agent = is_agent
         self.cells: dict[str, Cell] = {}
@@ -126,7 +122,8 @@ class ActorSystem:
                 self._is_agent,
             )
             if config.rendezvous:
-                await self._join()
+                self.membership = Membership(self)
+                await self.membership.join()
             else:
                 await self._host_registry()
             self._joined = True
@@ -144,30 +141,13 @@ class ActorSystem:
             raise ActorCrashed(f"{self.config.name}: {stop.reason}") from stop.cause
 
     async def _host_registry(self) -> None:
-        self.registry = Registry(self.process, self._push)
-        entry = Entry(
-            REGISTRY, 1, self.config.uid, self.transport.address, self.config.window, _REGISTRY_CONTROL, self._meta()
-        )
+        config = self.config
+        self.registry = Registry(self.process, self._push, lease_s=config.lease_s, settle_s=config.settle_s)
+        entry = Entry(REGISTRY, 1, config.uid, self.transport.address, config.window, REGISTRY_CONTROL, self._meta())
         self.directory.apply(entry)
         self.registry.entries[REGISTRY] = entry
         self.cells[REGISTRY] = cell = Cell(self, self.registry, REGISTRY, 1, handlers_of(Registry))
         cell.serve()
-
-    async def _join(self) -> None:
-        address = parse_rendezvous(self.config.rendezvous)
-        door = Entry(
-            REGISTRY, 0, "rendezvous", address, self.config.window, _REGISTRY_CONTROL
-        )  # incarnation 0: whichever is there
-        deadline = self.loop.time() + self.config.join_s
-        body = await self.caller.ask_entry(door, self.config.name, Join(process=self.process), deadline)
-        reply: Joined | Refused = reply_decoder(Join)(body)
-        self.caller.on_gone("rendezvous", "joined")  # from here on the registry is an actor like any other
-        self.gone.clear()
-        if isinstance(reply, Refused):
-            raise ProtocolRefused(f"{self.config.name} may not join {self.config.rendezvous}: {reply.reason}")
-        self.primary = reply.registry
-        for entry in reply.entries:
-            self.directory.apply(entry)
 
     # ------------------------------------------------------------------ actors
 
@@ -193,7 +173,9 @@ class ActorSystem:
             if self.registry is not None:
                 reply = await self.registry.register(register)
             else:
-                reply = await self.ref(REGISTRY).ask(register, deadline_s=self.config.registry_s)
+                assert self.membership is not None
+                deadline = self.loop.time() + self.config.registry_s
+                reply = await self.membership.ask(register, f"register {name!r}", deadline)
         except BaseException:
             self._reception.give_up(name)
             raise
@@ -203,7 +185,7 @@ class ActorSystem:
         cell = self.cells[name] = Cell(self, actor, name, reply.incarnation, table)
         if log.isEnabledFor(logging.INFO):
             log.info("%s#%d starts, schema %s", name, reply.incarnation, schema_of(type(actor)))
-        self.directory.apply(
+        self._take_entry(
             Entry(
                 name,
                 reply.incarnation,
@@ -235,12 +217,16 @@ class ActorSystem:
     async def _withdraw(self, cell: Cell, cause: str) -> None:
         self.cells.pop(cell.name, None)
         cell.abandon()
+        self.former.pop(cell.name, None)
         if cell.name != REGISTRY and self._joined and not self._closing:  # at close one Leave stands for all names
-            message = Unregister(name=cell.name, incarnation=cell.incarnation, cause=cause)
+            message = Unregister(name=cell.name, incarnation=cell.incarnation, cause=cause, uid=self.config.uid)
             try:
                 await self.ref(REGISTRY).ask(message, deadline_s=self.config.registry_s)
-            except ActorError as error:  # the registry may be gone before us, which says the same
+            except ActorError as error:  # the registry is gone before us: the next one will hear that we do not have it
                 log.info("could not unregister %s: %s", cell.name, error)
+                entry = self.directory.alive(cell.name)
+                if entry is not None and entry.incarnation == cell.incarnation:
+                    self.take(DirectoryUpdate((died(entry, cause, clean=True),)))
 
     def ref(self, name: str, *, owner: str | None = None, incarnation: int | None = None) -> Ref:
         return Ref(self.caller, name, owner or self.config.name, incarnation)
@@ -248,8 +234,14 @@ class ActorSystem:
     def watch(self, name: str, cell: Cell) -> None:
         self._watchers.setdefault(name, set()).add(cell)
         entry = self.directory.entries.get(name)
-        if entry is not None and not entry.alive:
-            cell.event("on_death", Death(name, entry.incarnation, entry.cause, entry.clean))
+        if entry is not None:
+            self._tell_watcher(cell, entry)
+
+    def _tell_watcher(self, cell: Cell, entry: Entry) -> None:
+        if not entry.alive:
+            cell.event("on_death", Death(entry.name, entry.incarnation, entry.cause, entry.clean))
+        elif type(cell.actor).on_birth is not Actor.on_birth:
+            cell.event("on_birth", Birth(entry.name, entry.incarnation, entry.meta))
 
     def _meta(self, more: dict[str, str] | None = None) -> dict[str, str]:
         if self._own_meta is None:
@@ -296,11 +288,13 @@ class ActorSystem:
                 await self.stop(name)
             except Exception:
                 log.exception("stopping %s failed", name)
-        if self._joined and self.registry is None and not crashed:
+        if self._joined and self.membership is not None and not crashed and not self.membership.down:
             try:
                 await self.ref(REGISTRY).ask(Leave(uid=self.config.uid), deadline_s=self.config.registry_s)
             except ActorError as error:
                 log.info("could not say goodbye to the registry: %s", error)
+        if self.membership is not None:
+            await self.membership.close()
         if REGISTRY in self.cells:
             await self.cells.pop(REGISTRY).stop()
         self.caller.close()
@@ -310,6 +304,12 @@ class ActorSystem:
             shutil.rmtree(self._own_dir, ignore_errors=True)
 
     # ------------------------------------------------------------------ views
+
+    @property
+    def primary(self) -> ProcessRecord:
+        """The process of the registry: the primary node agent."""
+        known = self.membership.registry if self.membership is not None else None
+        return known or self.process
 
     def waits(self) -> list[Wait]:
         """Who in this process waits for whom, for what and for how long; the oldest first."""
@@ -395,28 +395,68 @@ class ActorSystem:
 
     def take(self, update: DirectoryUpdate) -> None:
         """The directory changed: what waits for the dead fails now, and watchers are told."""
+        membership = self.membership
+        if membership is not None and not membership.accepts(update):
+            return
         if self.on_update is not None:
             self.on_update(update)
         for uid, cause in update.gone.items():
             if uid == self.config.uid:
                 self.crash(ActorCrashed(f"the registry declared this process dead: {cause}"), self.config.name)
                 return
-            self.gone[uid] = cause
+            self.gone.add(uid, cause)
             self.caller.on_gone(uid, cause)
             for cell in self.cells.values():
                 if cell.service is not None:
                     cell.service.process_gone(uid)
             self.transport.forget(uid)
+            if membership is not None and membership.registry is not None and uid == membership.registry.uid:
+                membership.lost(cause)
         for entry in update.entries:
-            if self.directory.apply(entry) and not entry.alive:
-                self.caller.on_entry_dead(entry)
-                for cell in self._watchers.get(entry.name, ()):
-                    cell.event("on_death", Death(entry.name, entry.incarnation, entry.cause, entry.clean))
+            self._take_entry(entry)
+        for uid, silent_s in update.suspects.items():
+            for name, cells in self._watchers.items():
+                entry = self.directory.alive(name)
+                if entry is not None and entry.uid == uid:
+                    for cell in cells:
+                        cell.event("on_unresponsive", Unresponsive(name, entry.incarnation, silent_s))
+
+    def _take_entry(self, entry: Entry) -> None:
+        before = self.directory.alive(entry.name)
+        if not self.directory.apply(entry):
+            return
+        watchers = tuple(self._watchers.get(entry.name, ()))
+        if not entry.alive:
+            self.caller.on_entry_dead(entry)
+        elif before is not None and before.uid == entry.uid:
+            self._renumber(before, entry)
+        elif before is not None:  # its death was never told: the registry was gone meanwhile
+            self.caller.on_entry_dead(before)
+            for cell in watchers:
+                self._tell_watcher(cell, died(before, f"incarnation {entry.incarnation} has taken its place"))
+        for cell in watchers:
+            self._tell_watcher(cell, entry)
+
+    def _renumber(self, before: Entry, entry: Entry) -> None:
+        """The same actor under a higher incarnation, given by a registry that was started anew; messages for the old one still count."""
+        self.caller.on_renumbered(before, entry)
+        cell = self.cells.get(entry.name)
+        if cell is not None and entry.uid == self.config.uid and cell.incarnation < entry.incarnation:
+            self.former.setdefault(entry.name, set()).add(cell.incarnation)
+            cell.incarnation = cell.actor.ctx.incarnation = entry.incarnation
 
     async def lookup(self, name: str, deadline: float) -> Entry | None:
-        reply = await self.ref(REGISTRY).ask(
-            Lookup(name=name), deadline_s=min(self.config.registry_s, max(0.0, deadline - self.loop.time()))
-        )
+        deadline = min(deadline, self.loop.time() + self.config.registry_s)
+        if self.membership is not None:
+            try:
+                reply = await self.membership.ask(Lookup(name=name), f"look up {name!r}", deadline)
+            except RegistryDown as error:
+                known = self.directory.entries.get(name)  # it may have become known in another way
+                if known is None:
+                    raise RegistryDown(f"{name!r} is not known here: {error}") from None
+                return known
+        else:
+            reply = await self.ref(REGISTRY).ask(Lookup(name=name), deadline_s=max(0.0, deadline - self.loop.time()))
         if isinstance(reply, Entry):
             self.directory.apply(reply)
             return self.directory.entries[name]

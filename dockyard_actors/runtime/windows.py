@@ -59,6 +59,12 @@ class Outlet:
             windows = self.windows[key] = [Window(entry.window, entry.window_bytes) for _ in Lane]
         return windows[lane]
 
+    def rename(self, before: Entry, entry: Entry) -> None:
+        """The same actor under another incarnation."""
+        windows = self.windows.pop((before.name, before.incarnation), None)
+        if windows is not None:
+            self.windows[entry.name, entry.incarnation] = windows
+
     def forget(self, entry: Entry) -> None:
         """The incarnation is dead; who waits for its room has been told."""
         self.windows.pop((entry.name, entry.incarnation), None)

@@ -36,6 +36,8 @@ async def main(settings: dict) -> int:
         ping_s=0.1,
         hang_s=settings.get("hang_s", 5.0),
         agent_lost_s=settings.get("agent_lost_s", 10.0),
+        registry_lost_s=settings.get("registry_lost_s", 1.0),
+        settle_s=settings.get("settle_s", 1.0),
     )
     async with NodeAgent(config) as agent:
         for name in settings["roles"]:
