@@ -19,6 +19,7 @@ from dockyard_actors.observe.plot import reward_png
 from dockyard_actors.observe.rollouts import RolloutSample, read_rollouts
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.observe.summary import (
+    EvalPoint,
     LedgerCounts,
     PassRates,
     Summary,
@@ -169,6 +170,7 @@ def summarise(
         mode=config.grpo.mode,
         model=config.model.source,
         pass_rate=PassRates.of(log),
+        evaluations=EvalPoint.beside(log),
         gain=Gains.of(log),
         ledger=LedgerCounts(issued=audit.issued, **{name: len(ids) for name, ids in audit.classes.items()}),
         filtered_by_cause=causes["filtered"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from dockyard_actors.observe.logs import LOG_LINE
 from dockyard_actors.observe.metrics import MetricsLog, fields_text, read_metrics
 from dockyard_actors.observe.rollouts import markdown, read_rollouts
 from dockyard_actors.observe.rundir import RunDir, RunDirError
-from dockyard_actors.observe.summary import PAIRS, PassRates, Summary, read_summary
+from dockyard_actors.observe.summary import PAIRS, EvalPoint, PassRates, Summary, read_summary
 from dockyard_actors.observe.text import one_line, visible
 
 LOG_TAIL_BYTES = 1 << 18
@@ -37,7 +37,7 @@ def inspect_run(path: Path | str, ledger: Mapping[str, Any] | None = None) -> di
     """Everything known of the run at `path`, as JSON data. Raises RunDirError when there is no run.
 
     Keys: id, path, state ("running", "crashed", or the summary's status), pid and host (of the process that holds it, while
-    running), step, facts (of the `started` event), last_step (record or None), pass_rate (by PAIRS), gain (by PAIRS: Gain or None),
+    running), step, facts (of the `started` event), last_step (record or None), pass_rate (by PAIRS), gain (by PAIRS: Gain or None), evaluations (beside training),
     ledger (`ledger` as given, else the summary's counts, else None), summary (or None), errors (role → last error lines), events (the last ten texts),
     rollouts (samples recorded), plot (path or None), problems (texts: damaged or missing files).
     """
@@ -73,6 +73,7 @@ def inspect_run(path: Path | str, ledger: Mapping[str, Any] | None = None) -> di
         "last_step": _plain(log.steps[-1]) if log.steps else None,
         "pass_rate": _plain(summary.pass_rate if summary else PassRates.of(log)),
         "gain": _plain(Gains.of(log) if log.evals or summary is None else summary.gain),
+        "evaluations": [_plain(point) for point in EvalPoint.beside(log)],
         "ledger": dict(ledger) if ledger is not None else _plain(summary.ledger) if summary else None,
         "summary": _plain(summary) if summary else None,
         "errors": {log_path.stem: lines for log_path in _logs(run) if (lines := last_errors(log_path))},
@@ -121,6 +122,7 @@ def render_inspection(report: Mapping[str, Any], console: Console) -> None:
     else:
         _line(console, "no training step recorded")
     _pass_rates(report["pass_rate"], report["gain"], console)
+    _beside_training(report["evaluations"], console)
     if report["ledger"] is not None:
         _line(console, "ledger: " + ", ".join(f"{key} {value}" for key, value in report["ledger"].items()))
     for event in report["events"]:
@@ -167,6 +169,19 @@ def _pass_rates(pairs: Mapping[str, Any], gains: Mapping[str, Any], console: Con
         gain = msgspec.convert(gains[name], Gain | None)
         paired = (f"{gain.gain:+.3f}", gain.interval(), str(gain.tasks)) if gain else ()
         table.add_row(name, _short(before), _short(after), *paired)
+    console.print(table)
+
+
+def _beside_training(points: Sequence[Mapping[str, Any]], console: Console) -> None:
+    if not points:
+        return
+    names = [name for name in PAIRS if any(f"{point['split']}_{point['mode']}" == name for point in points)]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("beside training, step", *names):
+        table.add_column(column)
+    for step in sorted({point["step"] for point in points}):
+        rates = {f"{point['split']}_{point['mode']}": point["pass_rate"] for point in points if point["step"] == step}
+        table.add_row(str(step), *(_short(rates[name]) if name in rates else "" for name in names))
     console.print(table)
 
 

@@ -38,6 +38,26 @@ class PassRates(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: log.eval_pair(*name.split("_")) for name in PAIRS})
 
 
+class EvalPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation beside training: the pass rate of the weights that `step` made."""
+
+    step: int
+    split: str
+    mode: str
+    pass_rate: float | None
+    tasks: int
+
+    @staticmethod
+    def beside(log: MetricsLog) -> tuple[EvalPoint, ...]:
+        """Every evaluation that is neither the first one nor the last of its kind."""
+        pairs = {name: log.eval_records(*name.split("_")) for name in PAIRS}
+        return tuple(
+            EvalPoint(step=e.step, split=e.split, mode=e.mode, pass_rate=e.pass_rate, tasks=e.tasks)
+            for e in log.evals
+            if e.step > 0 and e is not pairs[f"{e.split}_{e.mode}"][1]
+        )
+
+
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt leases by class. Balanced: issued = trained + expired + filtered + failed + in_flight."""
 
@@ -81,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     pass_rate: PassRates
     gain: Gains = Gains()  # after − before with its paired 90 % interval
+    evaluations: tuple[EvalPoint, ...] = ()  # those between `pass_rate`'s two
     ledger: LedgerCounts
     filtered_by_cause: dict[str, int]
     failed_by_cause: dict[str, int]

@@ -60,6 +60,19 @@ def test_a_run_let_go_without_a_summary_is_crashed_and_known_from_its_metrics(ru
     assert "model=tiny" in text
 
 
+def test_evaluations_beside_training_are_shown_by_step(run: RunDir):
+    with MetricsWriter(run.metrics) as writer:
+        for step, rate in ((10, 0.3125), (20, 0.4375), (30, 0.5625)):
+            writer.write(
+                EvalRecord(step=step, split="heldout", mode="t1", pass_rate=rate, samples=8, tasks=4, seconds=1.0)
+            )
+    report = inspect_run(run.path)
+    assert [(point["step"], point["pass_rate"]) for point in report["evaluations"]] == [(10, 0.3125), (20, 0.4375)]
+    text = shown(report)
+    assert "beside training" in text
+    assert re.search(r"^10 +0.3125", text, re.MULTILINE)
+
+
 def test_a_finished_run_shows_its_summary(run: RunDir):
     write_summary(run.summary, summary(status="failed", cause="trainer: gave up"))
     run.close()

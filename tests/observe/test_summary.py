@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dockyard_actors.observe.metrics import EvalRecord, MetricsLog
-from dockyard_actors.observe.summary import LedgerCounts, PassRates, read_summary, write_summary
+from dockyard_actors.observe.summary import EvalPoint, LedgerCounts, PassRates, read_summary, write_summary
 from tests.observe.samples import summary
 
 KEYS = [
@@ -22,6 +22,7 @@ KEYS = [
     "model",
     "pass_rate",
     "gain",
+    "evaluations",
     "ledger",
     "filtered_by_cause",
     "failed_by_cause",
@@ -73,3 +74,4 @@ def test_pass_rates_come_from_the_evaluations_of_the_metrics():
 
     log = MetricsLog(evals=(rate(0, 0.1), rate(4, 0.2), rate(8, 0.3)))
     assert PassRates.of(log) == PassRates(heldout_greedy=(0.1, 0.3))
+    assert [(point.step, point.pass_rate) for point in EvalPoint.beside(log)] == [(4, 0.2)]
