@@ -22,17 +22,15 @@ from dockyard_actors.runtime.errors import (
     AskTimeout,
     BadReply,
     MailboxFull,
-    NotUnderstood,
     OutcomeUnknown,
     PeerDied,
     ProtocolRefused,
-    RemoteError,
     StaleIncarnation,
     SystemClosed,
     TooLarge,
     UnknownName,
-    WireError,
 )
+from dockyard_actors.runtime.failures import failure
 from dockyard_actors.runtime.message import Message, R, Stream, encoder, reply_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.streams import Streaming
@@ -322,7 +320,7 @@ class Caller:
         if pending is None:
             self.system.counts.late_replies += 1
         else:
-            pending.fail(_error_of(fail, pending.describe()))
+            pending.fail(failure(fail, pending.describe()))
 
     def on_credit(self, peer: Peer, lane: Lane, credit: wire.Credit) -> None:
         outlet = self._by_peer.get(peer)
@@ -406,25 +404,3 @@ class Caller:
             wait.fail(SystemClosed(f"{wait.describe()}, but this process's actor system closes"))
         for feed in list(self.feeds.values()):
             feed.close()
-
-
-def _error_of(fail: wire.Fail, told: str) -> ActorError:
-    """The error that the asker gets."""
-    match fail.code:
-        case wire.STALE:
-            return StaleIncarnation(f"{told}: refused, {fail.text}")
-        case wire.UNKNOWN | wire.STOPPED:
-            return PeerDied(f"{told}: {fail.text}")
-        case wire.ABANDONED:
-            return OutcomeUnknown(f"{told}: {fail.text}")
-        case wire.FULL:
-            return MailboxFull(f"{told}: {fail.text}")
-        case wire.NOT_UNDERSTOOD:
-            return NotUnderstood(f"{told}: {fail.text}")
-    remote = RemoteError(f"{told}, whose handler raised", fail.error, fail.text, fail.trace)
-    known = WireError.known.get(fail.error) if fail.code == wire.TYPED else None
-    if known is None:
-        return remote
-    error = known(fail.text)
-    error.__cause__ = remote
-    return error

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.actor import Actor, ActorContext, Handler
+from dockyard_actors.runtime.deliveries import Delivery, Event
 from dockyard_actors.runtime.mailbox import Remembered
 from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.scope import fresh
-from dockyard_actors.runtime.service import Delivery, Event, Service
+from dockyard_actors.runtime.service import Service
 from dockyard_actors.runtime.status import ActorStatus
 from dockyard_actors.transport.base import Lane, Peer
 

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dockyard_actors.runtime import envelope as wire
-from dockyard_actors.runtime.actor import Handler
+from dockyard_actors.runtime.deliveries import Delivery, Event, Key, Running, Stop, StreamCredit
 from dockyard_actors.runtime.errors import WireError
 from dockyard_actors.runtime.mailbox import Mailbox, Remembered
 from dockyard_actors.runtime.message import encoder
@@ -28,86 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dockyard.runtime.actor")
 
-Key = tuple[str, int]  # of an ask: uid of the asking process, request id
-
-
-class Delivery(NamedTuple):
-    """A message on its way to its handler, and while it is being handled (see `scope`)."""
-
-    peer: Peer
-    lane: Lane
-    message: wire.Ask | wire.Tell
-    handler: Handler
-    deadline: float  # loop time; inf for a tell
-    size: int  # bytes of its envelope
-
-    @property
-    def trace(self) -> int:
-        return self.message.trace
-
-    @property
-    def key(self) -> Key:
-        return (self.peer.uid, getattr(self.message, "id", 0))
-
-
-class Event(NamedTuple):
-    """Something that the runtime tells the actor: calls ``method`` with ``value``, on the control lane."""
-
-    method: str
-    value: Any
-    size: int = 0
-
-
-class _Stop(NamedTuple):
-    """Ends a mailbox's task."""
-
-    size: int = 0
-
-
-class _Running:
-    """A concurrent handler or a stream at work: cancelled at its asker's deadline, or when the asker gives up or dies."""
-
-    __slots__ = ("credit", "done", "item", "since", "task", "why")
-
-    def __init__(self, item: Delivery) -> None:
-        self.item = item
-        self.task: asyncio.Task[None] | None = None
-        self.done = False
-        self.why = ""
-        self.since = time.perf_counter()
-        self.credit: _Credit | None = None  # of a stream
-
-    def expire(self) -> None:
-        self.cancel("its asker's deadline passed")
-
-    def cancel(self, why: str) -> None:
-        self.done = True
-        self.why = self.why or why
-        if self.task is not None:
-            self.task.cancel()
-
-
-class _Credit:
-    """How many more items of a stream may be sent."""
-
-    __slots__ = ("_waiter", "left")
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-        self._waiter: asyncio.Future[None] | None = None
-
-    def add(self, count: int) -> None:
-        self.left += count
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> None:
-        """Waits for room; the stream's task is cancelled when its reader is gone or its deadline passes."""
-        while self.left <= 0:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self.left -= 1
-
 
 class Service:
     """Made with the first message; `open` once the actor has started."""
@@ -115,14 +35,14 @@ class Service:
     def __init__(self, cell: Cell) -> None:
         self.cell, self.system = cell, cell.system
         config = cell.system.config
-        self.user: Mailbox[Delivery | _Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
-        self.control: Mailbox[Delivery | Event | _Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
+        self.user: Mailbox[Delivery | Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
+        self.control: Mailbox[Delivery | Event | Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
         self.remembered = Remembered(config.dedup_capacity)
         self.times: dict[str, Times] = {}
         self._at_work: Delivery | None = None  # of the serial user messages
         self._since = 0.0  # when its handler began, by perf_counter
         self._called_slow: Delivery | None = None
-        self.running: dict[Key | int, _Running] = {}
+        self.running: dict[Key | int, Running] = {}
         self.held_back = False  # the transport stops reading because a mailbox here is full
         self._accounts: dict[Peer, list[int]] = {}  # by lane: messages and bytes taken and not yet given back as credit
         self._credit_every = max(1, config.window // 2)
@@ -185,7 +105,7 @@ class Service:
             for item in box.clear():
                 if isinstance(item, Delivery):
                     self.refuse(item.peer, item.lane, item.message, wire.STOPPED, f"{self.cell.name} stopped")
-            box.put(_Stop())
+            box.put(Stop())
         if self._tasks:
             _, late = await asyncio.wait(self._tasks.values(), timeout=self.system.config.stop_s)
             for task in late:
@@ -253,7 +173,7 @@ class Service:
                     self._took(item.message.kind, clock() - started)
                     if serial:
                         self._at_work = None
-            elif type(item) is _Stop:
+            elif type(item) is Stop:
                 return
             else:
                 await self._event(item)
@@ -316,7 +236,7 @@ class Service:
         while len(self.running) >= self.system.config.concurrency:
             self._slot_free = asyncio.Event()
             await self._slot_free.wait()
-        running = _Running(item)
+        running = Running(item)
         if type(item.message) is wire.Ask:
             key: Key | int = item.key
             if item.deadline != float("inf"):
@@ -330,7 +250,7 @@ class Service:
             self._run_concurrent(item, decoded, key, running), name=f"{self.cell.name}/{item.message.kind}"
         )
 
-    async def _run_concurrent(self, item: Delivery, decoded: Any, key: Key | int, running: _Running) -> None:
+    async def _run_concurrent(self, item: Delivery, decoded: Any, key: Key | int, running: Running) -> None:
         asked = type(item.message) is wire.Ask
         try:
             if item.handler.stream:
@@ -366,12 +286,12 @@ class Service:
             if self._slot_free is not None:
                 self._slot_free.set()
 
-    async def _stream(self, item: Delivery, decoded: Any, running: _Running) -> int:
+    async def _stream(self, item: Delivery, decoded: Any, running: Running) -> int:
         """Sends items as their reader takes them; returns how many there were, which is the reply."""
         message = item.message
         if type(message) is not wire.Ask or message.credit < 1:
             raise TypeError(f"{message.kind} is a stream: read it with ref.stream, it cannot be asked or told")
-        running.credit = credit = _Credit(message.credit)
+        running.credit = credit = StreamCredit(message.credit)
         items = getattr(self.cell.actor, item.handler.method)(decoded)
         number = 0
         try:

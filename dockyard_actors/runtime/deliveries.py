@@ -1,0 +1,91 @@
+"""What waits in an actor's mailboxes, and what runs for a message once it has begun: plain values and their small states."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NamedTuple
+
+from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime.actor import Handler
+from dockyard_actors.transport.base import Lane, Peer
+
+Key = tuple[str, int]  # of an ask: uid of the asking process, request id
+
+
+class Delivery(NamedTuple):
+    """A message on its way to its handler, and while it is being handled (see `scope`)."""
+
+    peer: Peer
+    lane: Lane
+    message: wire.Ask | wire.Tell
+    handler: Handler
+    deadline: float  # loop time; inf for a tell
+    size: int  # bytes of its envelope
+
+    @property
+    def trace(self) -> int:
+        return self.message.trace
+
+    @property
+    def key(self) -> Key:
+        return (self.peer.uid, getattr(self.message, "id", 0))
+
+
+class Event(NamedTuple):
+    """Something that the runtime tells the actor: calls ``method`` with ``value``, on the control lane."""
+
+    method: str
+    value: Any
+    size: int = 0
+
+
+class Stop(NamedTuple):
+    """Ends a mailbox's task."""
+
+    size: int = 0
+
+
+class Running:
+    """A concurrent handler or a stream at work: cancelled at its asker's deadline, or when the asker gives up or dies."""
+
+    __slots__ = ("credit", "done", "item", "since", "task", "why")
+
+    def __init__(self, item: Delivery) -> None:
+        self.item = item
+        self.task: asyncio.Task[None] | None = None
+        self.done = False
+        self.why = ""
+        self.since = time.perf_counter()
+        self.credit: StreamCredit | None = None  # of a stream
+
+    def expire(self) -> None:
+        self.cancel("its asker's deadline passed")
+
+    def cancel(self, why: str) -> None:
+        self.done = True
+        self.why = self.why or why
+        if self.task is not None:
+            self.task.cancel()
+
+
+class StreamCredit:
+    """How many more items of a stream may be sent."""
+
+    __slots__ = ("_waiter", "left")
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self._waiter: asyncio.Future[None] | None = None
+
+    def add(self, count: int) -> None:
+        self.left += count
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> None:
+        """Waits for room; the stream's task is cancelled when its reader is gone or its deadline passes."""
+        while self.left <= 0:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self.left -= 1
