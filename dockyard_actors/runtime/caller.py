@@ -1,6 +1,6 @@
 """The asking side of an actor system: pending asks, each sender's windows, retries across incarnations, and who waits for whom.
 
-Every wait here has a deadline in the process's one heap and shows up in `waits()`. What a handler asks of others inherits its
+Every wait here has a deadline and shows up in `waits()`. What a handler asks of others inherits its
 deadline and its trace id. It sends through peers and knows no sockets.
 """
 
@@ -67,8 +67,13 @@ class Caller:
         kind = type(msg)
         decode = reply_decoder(kind)
         self.system.counts.asks += 1
-        deadline, trace = self._scope(self.system.config.ask_s if deadline_s is None else deadline_s)
-        if deadline <= self.loop.time():
+        now, scope = self.loop.time(), handled.get()
+        deadline = now + (self.system.config.ask_s if deadline_s is None else deadline_s)
+        if scope is None:
+            trace = self._trace()
+        else:
+            deadline, trace = min(deadline, scope.deadline), scope.trace
+        if deadline <= now:
             raise AskTimeout(
                 f"{ref.owner} had no time left to ask {ref.name} for {kind.__name__}: its own deadline has passed; nothing was sent"
             )
@@ -157,9 +162,7 @@ class Caller:
         finally:
             if self.pending.get(request) is pending:
                 del self.pending[request]
-            if not pending.done:
-                pending.done = True
-                self.system.deadlines.finished()
+            self.system.deadlines.drop(pending)
 
     async def open_stream(
         self, feed: Streaming[Any], ref: Ref, msg: Stream[Any], item_s: float, credit: int
@@ -295,9 +298,7 @@ class Caller:
             await wait.future
         finally:
             del self._waiting[id(wait)]
-            if not wait.done:
-                wait.done = True
-                self.system.deadlines.finished()
+            self.system.deadlines.drop(wait)
 
     # ------------------------------------------------------------------ answers
 
@@ -332,12 +333,12 @@ class Caller:
     def on_gone(self, uid: str, cause: str) -> None:
         """A process is dead: everything that waits for it fails now."""
         for pending in list(self.pending.values()):
-            if pending.uid == uid:
+            if pending.entry.uid == uid:
                 pending.fail(OutcomeUnknown(f"{pending.describe()}, which died before it replied: {cause}"))
         for feed in list(self.feeds.values()):
             feed.gone(uid, cause)
         for wait in list(self._waiting.values()):
-            if wait.uid == uid and isinstance(wait, PendingRoom):
+            if wait.entry.uid == uid and isinstance(wait, PendingRoom):
                 wait.fail(PeerDied(f"{wait.describe()}, which died ({cause}) before there was room; nothing was sent"))
         outlet = self._outlets.pop(uid, None)
         if outlet is not None:
@@ -349,9 +350,9 @@ class Caller:
         for wait in list(self._waiting.values()):
             if (
                 isinstance(wait, PendingRoom)
-                and wait.uid == entry.uid
-                and wait.peer == entry.name
-                and wait.incarnation <= entry.incarnation
+                and wait.entry.uid == entry.uid
+                and wait.entry.name == entry.name
+                and wait.entry.incarnation <= entry.incarnation
             ):
                 wait.fail(
                     PeerDied(
@@ -372,7 +373,7 @@ class Caller:
         outlet = self._by_peer.get(peer)
         uids = [uid for uid, known in self._outlets.items() if known is outlet]
         for wait in [*self.pending.values(), *self._waiting.values()]:
-            if wait.uid in uids:
+            if wait.entry.uid in uids:
                 wait.fail(ProtocolRefused(f"{wait.describe()}, which refused to talk: {reason}"))
 
     # ------------------------------------------------------------------ the rest

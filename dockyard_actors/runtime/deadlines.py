@@ -1,6 +1,6 @@
-"""One heap of deadlines and one timer for a whole process: a deadline costs a push, and nothing when it is met in time.
+"""All deadlines of a process in slots of a few milliseconds, and one timer: one that is met in time costs two dictionary operations.
 
-Entries are objects with ``done`` and ``expire()``; it knows nothing of what they stand for.
+Entries are objects with ``expire()`` and an attribute ``slot``; it knows nothing of what they stand for.
 """
 
 from __future__ import annotations
@@ -9,64 +9,65 @@ import asyncio
 import heapq
 from typing import Protocol
 
+SLOT_S = 1 / 128  # by so much an entry may expire late; never early
+
 
 class Expires(Protocol):
-    done: bool  # set by the owner when the deadline no longer matters
+    slot: dict[Expires, None] | None  # where it waits; kept by Deadlines
 
     def expire(self) -> None: ...
 
 
 class Deadlines:
-    """Calls ``expire()`` of every entry that is not done when its time (of `loop.time()`) comes, never before."""
-
-    COMPACT = 4096  # finished entries that may pile up before the heap is rebuilt
+    """Calls ``expire()`` of every entry that was not dropped when its time (of `loop.time()`) has come, never before."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._heap: list[tuple[float, int, Expires]] = []
-        self._count = 0
-        self._finished = 0
+        self._slots: dict[int, dict[Expires, None]] = {}
+        self._times: list[int] = []  # heap of the slots' numbers
         self._timer: asyncio.TimerHandle | None = None
-        self._armed = float("inf")
+        self._armed: float = float("inf")  # number of the slot that the timer is for
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return sum(len(slot) for slot in self._slots.values())
 
     def push(self, when: float, entry: Expires) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (when, self._count, entry))
-        if when < self._armed:
-            self._arm(when)
+        number = int(when / SLOT_S) + 1
+        slot = self._slots.get(number)
+        if slot is None:
+            slot = self._slots[number] = {}
+            heapq.heappush(self._times, number)
+            if number < self._armed:
+                self._arm(number)
+        slot[entry] = None
+        entry.slot = slot
 
-    def finished(self) -> None:
-        """Says that one entry became done before its time, so that the heap can be kept small."""
-        self._finished += 1
-        if self._finished > self.COMPACT and self._finished * 2 > len(self._heap):
-            self._heap = [item for item in self._heap if not item[2].done]
-            heapq.heapify(self._heap)
-            self._finished = 0
+    def drop(self, entry: Expires) -> None:
+        """It does not matter any more. Repeating it changes nothing."""
+        slot, entry.slot = entry.slot, None
+        if slot is not None:
+            slot.pop(entry, None)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._heap.clear()
+        self._slots.clear()
+        self._times.clear()
         self._armed = float("-inf")  # no later push arms again
 
-    def _arm(self, when: float) -> None:
+    def _arm(self, number: int) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._armed = when
-        self._timer = self._loop.call_at(when, self._sweep)
+        self._armed = number
+        self._timer = self._loop.call_at(number * SLOT_S, self._sweep)
 
     def _sweep(self) -> None:
         self._timer = None
         self._armed = float("inf")
         now = self._loop.time()
-        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].done):
-            entry = heapq.heappop(self._heap)[2]
-            if not entry.done:
+        while self._times and (self._times[0] * SLOT_S <= now or not self._slots[self._times[0]]):
+            for entry in self._slots.pop(heapq.heappop(self._times)):
+                entry.slot = None
                 entry.expire()
-            elif self._finished:
-                self._finished -= 1
-        if self._heap and self._heap[0][0] < self._armed:
-            self._arm(self._heap[0][0])
+        if self._times and self._times[0] < self._armed:
+            self._arm(self._times[0])

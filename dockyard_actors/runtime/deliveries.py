@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.actor import Handler
+from dockyard_actors.runtime.deadlines import Expires
 from dockyard_actors.transport.base import Lane, Peer
 
 Key = tuple[str, int]  # of an ask: uid of the asking process, request id
@@ -49,12 +50,12 @@ class Stop(NamedTuple):
 class Running:
     """A concurrent handler or a stream at work: cancelled at its asker's deadline, or when the asker gives up or dies."""
 
-    __slots__ = ("credit", "done", "item", "since", "task", "why")
+    __slots__ = ("credit", "item", "since", "slot", "task", "why")
 
     def __init__(self, item: Delivery) -> None:
         self.item = item
         self.task: asyncio.Task[None] | None = None
-        self.done = False
+        self.slot: dict[Expires, None] | None = None
         self.why = ""
         self.since = time.perf_counter()
         self.credit: StreamCredit | None = None  # of a stream
@@ -63,7 +64,6 @@ class Running:
         self.cancel("its asker's deadline passed")
 
     def cancel(self, why: str) -> None:
-        self.done = True
         self.why = self.why or why
         if self.task is not None:
             self.task.cancel()

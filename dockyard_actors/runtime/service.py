@@ -277,10 +277,7 @@ class Service:
             if asked:
                 self._reply(item, value)
         finally:
-            if not running.done:
-                running.done = True
-                if asked and item.deadline != float("inf"):
-                    self.system.deadlines.finished()
+            self.system.deadlines.drop(running)
             self.running.pop(key, None)
             self._took(item.message.kind, time.perf_counter() - running.since)
             if self._slot_free is not None:

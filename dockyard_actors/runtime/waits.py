@@ -1,4 +1,4 @@
-"""Waits for another process: each has an owner, a deadline in the process's one heap, and an error that says who, what and how long."""
+"""Waits for another process: each has an owner, a deadline, and an error that says who, what and how long."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dockyard_actors.runtime.deadlines import Expires
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import ActorError, AskTimeout, MailboxFull
 
@@ -26,20 +27,18 @@ class Wait(msgspec.Struct, frozen=True):
 class Waiting:
     """One wait with a deadline. Subclasses say with which error it ends when the deadline passes."""
 
-    __slots__ = ("deadline", "done", "future", "incarnation", "kind", "owner", "peer", "started", "trace", "uid")
+    __slots__ = ("deadline", "entry", "future", "kind", "owner", "slot", "started", "trace")
     what = ""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, owner: str, entry: Entry, kind: str, deadline: float, trace: int
     ) -> None:
-        self.owner, self.peer, self.kind, self.deadline, self.trace = owner, entry.name, kind, deadline, trace
-        self.uid, self.incarnation = entry.uid, entry.incarnation
+        self.owner, self.entry, self.kind, self.deadline, self.trace = owner, entry, kind, deadline, trace
         self.future: asyncio.Future[Any] = loop.create_future()
         self.started = loop.time()
-        self.done = False
+        self.slot: dict[Expires, None] | None = None
 
     def expire(self) -> None:
-        self.done = True
         if not self.future.done():
             self.future.set_exception(self.timeout())
 
@@ -55,11 +54,17 @@ class Waiting:
         raise NotImplementedError
 
     def describe(self) -> str:
-        return f"{self.owner} asked {self.peer}#{self.incarnation} for {self.kind}"
+        return f"{self.owner} asked {self.entry.name}#{self.entry.incarnation} for {self.kind}"
 
     def seen(self, now: float) -> Wait:
         return Wait(
-            self.owner, self.peer, self.kind, self.what, now - self.started, self.deadline - self.started, self.trace
+            self.owner,
+            self.entry.name,
+            self.kind,
+            self.what,
+            now - self.started,
+            self.deadline - self.started,
+            self.trace,
         )
 
 
