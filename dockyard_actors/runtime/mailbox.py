@@ -20,7 +20,7 @@ class Sized(Protocol):
 
 
 class Mailbox(Generic[S]):
-    """FIFO queue of one consumer, which takes from `items` itself and waits in `more` when there is nothing."""
+    """FIFO queue of one consumer, which takes from `items` and `size` itself and waits in `more` when there is nothing."""
 
     __slots__ = ("_waiter", "capacity", "capacity_bytes", "items", "size")
 
@@ -45,14 +45,8 @@ class Mailbox(Generic[S]):
     def put(self, item: S) -> None:
         self.items.append(item)
         self.size += item.size
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def pop(self) -> S:
-        item = self.items.popleft()
-        self.size -= item.size
-        return item
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def clear(self) -> list[S]:
         """Takes out everything."""

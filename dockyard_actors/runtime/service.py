@@ -44,12 +44,15 @@ class Service:
         self._called_slow: Delivery | None = None
         self.running: dict[Key | int, Running] = {}
         self.held_back = False  # the transport stops reading because a mailbox here is full
-        self._accounts: dict[Peer, list[int]] = {}  # by lane: messages and bytes taken and not yet given back as credit
+        self._accounts: dict[
+            Peer, list[list[int]]
+        ] = {}  # by lane: messages and bytes taken, not yet given back as credit
         self._credit_every = max(1, config.window // 2)
         self._credit_bytes = max(1, config.window_bytes // 2)
         self._cancelled: set[Key] = set()
         self._slot_free: asyncio.Event | None = None
         self._tasks: dict[bool, asyncio.Task[None]] = {}  # serial or not
+        self._serving_user = False
         self._number = 0
 
     @property
@@ -68,11 +71,15 @@ class Service:
     def put(self, item: Delivery) -> None:
         box = self.user
         box.put(item)
-        if not self.held_back and (len(box.items) >= box.capacity or box.size >= box.capacity_bytes):
+        if len(box.items) >= box.capacity or box.size >= box.capacity_bytes:
+            self._full()
+        if not self._serving_user and self.cell.open:
+            self._start(True)
+
+    def _full(self) -> None:
+        if not self.held_back:
             self.held_back = True
             self.system.no_room_in(self)
-        if True not in self._tasks and self.cell.open:
-            self._start(True)
 
     def put_control(self, item: Delivery | Event) -> None:
         self.control.put(item)
@@ -91,6 +98,7 @@ class Service:
             name=f"{self.cell.name}/{'user' if serial else 'control'}",
         )
         self._tasks[serial] = task
+        self._serving_user = self._serving_user or serial
         task.add_done_callback(self._server_done)
 
     def _server_done(self, task: asyncio.Task[None]) -> None:
@@ -137,50 +145,67 @@ class Service:
     # ------------------------------------------------------------------ serving
 
     async def _serve(self, box: Mailbox[Any], serial: bool) -> None:
-        system, actor, clock = self.system, self.cell.actor, time.perf_counter
+        """Written out in one piece: every call saved here is saved for every message."""
+        system, actor, clock, now = self.system, self.cell.actor, time.perf_counter, self.system.loop.time
+        accounts, every, every_bytes = self._accounts, self._credit_every, self._credit_bytes
         fairness = left = system.config.fairness
         while True:
             if not box.items:
                 await box.more()
-            item = box.pop()
+            item = box.items.popleft()
+            box.size -= item.size
             if self.held_back and serial and box.roomy:
                 self.held_back = False
                 system.room_in(self)
-            if type(item) is Delivery:
-                decoded = self._admit(item)
-                if decoded is None:
-                    pass
-                elif item.handler.concurrent:
-                    await self._start_concurrent(item, decoded)
-                else:
-                    started = clock()
-                    if serial:
-                        self._at_work, self._since = item, started
-                        if not system.watching_handlers:
-                            system.watch_handlers()
-                    handled.set(item)
-                    try:
-                        value = await getattr(actor, item.handler.method)(decoded)
-                    except Exception as error:  # the actor's boundary: the asker gets it, the log keeps it
-                        self._raised(item, error)
-                    except asyncio.CancelledError as error:
-                        if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # it is this task that is to end
-                            raise
-                        self._raised(item, error)  # something that the handler waited for was cancelled
-                    else:
-                        if type(item.message) is wire.Ask:
-                            self._reply(item, value)
-                    self._took(item.message.kind, clock() - started)
-                    if serial:
-                        self._at_work = None
-            elif type(item) is Stop:
-                return
-            else:
-                await self._event(item)
             left -= 1
             if not left:
                 left = fairness
                 await asyncio.sleep(0)
+            if type(item) is not Delivery:
+                if type(item) is Stop:
+                    return
+                await self._event(item)
+                continue
+            peer, lane, message, handler, deadline, size = item
+            account = accounts.get(peer) or self._account(peer)
+            credit = account[lane]
+            credit[0] += 1
+            credit[1] += size
+            if credit[0] >= every or credit[1] >= every_bytes:
+                self._give_back(peer, lane, credit)
+            asked = type(message) is wire.Ask
+            if asked and (deadline <= now() or (self._cancelled and item.key in self._cancelled)):
+                self._skip(item)
+                continue
+            try:
+                decoded = handler.decode(message.body)
+            except msgspec.MsgspecError as error:
+                text = f"{message.kind} does not decode: {error}"
+                self.refuse(peer, lane, message, wire.NOT_UNDERSTOOD, text)
+                continue
+            if handler.concurrent:
+                await self._start_concurrent(item, decoded)
+                continue
+            started = clock()
+            if serial:
+                self._at_work, self._since = item, started
+                if not system.watching_handlers:
+                    system.watch_handlers()
+            handled.set(item)
+            try:
+                value = await getattr(actor, handler.method)(decoded)
+            except Exception as error:  # the actor's boundary: the asker gets it, the log keeps it
+                self._raised(item, error)
+            except asyncio.CancelledError as error:
+                if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # it is this task that is to end
+                    raise
+                self._raised(item, error)  # something that the handler waited for was cancelled
+            else:
+                if asked:
+                    self._reply(item, value)
+            (self.times.get(message.kind) or self._times(message.kind)).add(clock() - started)
+            if serial:
+                self._at_work = None
 
     async def _event(self, event: Event) -> None:
         handled.set(None)
@@ -190,29 +215,15 @@ class Service:
             self.system.counts.handler_errors += 1
             log.exception("%s: %s(%s) failed", self.cell.name, event.method, event.value)
 
-    def _admit(self, item: Delivery) -> Any:
-        """The decoded message, or None when it is not to be handled: its asker has given up, or it cannot be read."""
-        self.consumed(item.peer, item.lane, item.size)
-        message = item.message
-        if type(message) is wire.Ask and (
-            item.deadline <= self.system.loop.time() or (self._cancelled and item.key in self._cancelled)
-        ):
-            self._cancelled.discard(item.key)
-            self.remembered.drop(item.key)
-            self.system.counts.expired += 1  # doing it now would surprise everybody
-            return None
-        try:
-            return item.handler.decode(message.body)
-        except msgspec.MsgspecError as error:
-            text = f"{message.kind} does not decode: {error}"
-            self.refuse(item.peer, item.lane, message, wire.NOT_UNDERSTOOD, text)
-            return None
+    def _skip(self, item: Delivery) -> None:
+        """The asker has given up: handling it now would surprise everybody."""
+        self._cancelled.discard(item.key)
+        self.remembered.drop(item.key)
+        self.system.counts.expired += 1
 
-    def _took(self, kind: str, seconds: float) -> None:
-        times = self.times.get(kind)
-        if times is None:
-            times = self.times[kind] = Times()
-        times.add(seconds)
+    def _times(self, kind: str) -> Times:
+        times = self.times[kind] = Times()
+        return times
 
     def warn_when_slow(self) -> None:
         """Names the serial handler at work, once, when it takes longer than slow_handler_s: what waits behind it waits with it."""
@@ -279,7 +290,8 @@ class Service:
         finally:
             self.system.deadlines.drop(running)
             self.running.pop(key, None)
-            self._took(item.message.kind, time.perf_counter() - running.since)
+            kind = item.message.kind
+            (self.times.get(kind) or self._times(kind)).add(time.perf_counter() - running.since)
             if self._slot_free is not None:
                 self._slot_free.set()
 
@@ -365,14 +377,18 @@ class Service:
             peer.send(lane, encoder.encode(wire.Lost(self.cell.name, message.incarnation, message.kind, text)))
 
     def consumed(self, peer: Peer, lane: Lane, size: int) -> None:
-        """A message of this sender is out of the mailbox: it gets its credit back, half a window at a time."""
-        account = self._accounts.get(peer)
-        if account is None:
-            account = self._accounts[peer] = [0, 0, 0, 0]
-        at = 2 * lane
-        account[at] += 1
-        account[at + 1] += size
-        if account[at] >= self._credit_every or account[at + 1] >= self._credit_bytes:
-            credit = wire.Credit(self.cell.name, self.cell.incarnation, account[at], account[at + 1])
-            account[at] = account[at + 1] = 0
-            peer.send(lane, encoder.encode(credit))
+        """A message of this sender does not wait any more: it gets its credit back, half a window at a time."""
+        credit = (self._accounts.get(peer) or self._account(peer))[lane]
+        credit[0] += 1
+        credit[1] += size
+        if credit[0] >= self._credit_every or credit[1] >= self._credit_bytes:
+            self._give_back(peer, lane, credit)
+
+    def _account(self, peer: Peer) -> list[list[int]]:
+        account = self._accounts[peer] = [[0, 0] for _ in Lane]
+        return account
+
+    def _give_back(self, peer: Peer, lane: Lane, credit: list[int]) -> None:
+        message = wire.Credit(self.cell.name, self.cell.incarnation, credit[0], credit[1])
+        credit[0] = credit[1] = 0
+        peer.send(lane, encoder.encode(message))
