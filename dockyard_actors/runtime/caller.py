@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -102,19 +102,20 @@ class Caller:
                 entry = await self._resolve_tell(ref, deadline_s)
             lane = Lane.CONTROL if kind in entry.control else Lane.USER
             outlet = self._outlets.get(entry.uid) or self.outlet(entry)
-            envelope = encoder.encode(wire.Tell(entry.name, entry.incarnation, ref.owner, kind, wire.raw(msg), trace))
-            self._fits(envelope, ref, kind)
             window = outlet.window(entry, lane)
-            if not window.take(len(envelope)):
-                deadline = self._scope(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
-                await self._room(window, entry, ref.owner, kind, deadline, trace, len(envelope), wait)
+            message = wire.Tell(entry.name, entry.incarnation, ref.owner, kind, wire.raw(msg), trace, window.sent + 1)
+            envelope = encoder.encode(message)
+            self._fits(envelope, ref, kind)
+            if window.take(len(envelope)):
+                outlet.peer.send(lane, envelope)
+                return
+            deadline = self._scope(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
+            await self._tell_later(outlet, lane, window, entry, message, deadline, wait)
         except MailboxFull:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: no room")
             raise
         except (UnknownName, PeerDied) as error:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: {error}")
-            return
-        outlet.peer.send(lane, envelope)
 
     async def ask_entry(
         self,
@@ -144,25 +145,55 @@ class Caller:
             repeat is not None,
             wire.raw(msg),
             trace,
+            0,
+            window.sent + 1,
         )
         envelope = encoder.encode(ask)
         self._fits(envelope, entry, kind)
-        if not window.take(len(envelope)):
-            await self._room(window, entry, owner, kind, deadline, trace, len(envelope), wait)
-            ask.ttl = until - self.loop.time()
-            envelope = encoder.encode(ask)
-        self.pending[request] = pending
-        self.system.deadlines.push(deadline, pending)
         try:
-            outlet.peer.send(lane, envelope)
+            if window.take(len(envelope)):
+                self.pending[request] = pending
+                self.system.deadlines.push(deadline, pending)
+                outlet.peer.send(lane, envelope)
+            else:
+                await self._ask_later(outlet, lane, window, ask, pending, until, wait)
             return await pending.future
         except asyncio.CancelledError:
-            outlet.peer.send(lane, encoder.encode(wire.Cancel(request, entry.name)))
+            if request in self.pending:  # it was sent
+                outlet.peer.send(lane, encoder.encode(wire.Cancel(request, entry.name)))
             raise
         finally:
             if self.pending.get(request) is pending:
                 del self.pending[request]
             self.system.deadlines.drop(pending)
+
+    # Apart from ask and tell, whose variables stay plain ones that way: a closure makes each use of them dearer.
+
+    async def _tell_later(
+        self, outlet: Outlet, lane: Lane, window: Window, entry: Entry, tell: wire.Tell, deadline: float, wait: bool
+    ) -> None:
+        def transmit(number: int) -> int:
+            tell.seq = number
+            envelope = encoder.encode(tell)
+            outlet.peer.send(lane, envelope)
+            return len(envelope)
+
+        room = PendingRoom(self.loop, tell.src, entry, tell.kind, deadline, tell.trace)
+        await self._room(outlet, lane, window, room, transmit, wait)
+
+    async def _ask_later(
+        self, outlet: Outlet, lane: Lane, window: Window, ask: wire.Ask, pending: PendingReply, until: float, wait: bool
+    ) -> None:
+        def transmit(number: int) -> int:
+            ask.seq, ask.ttl = number, until - self.loop.time()
+            envelope = encoder.encode(ask)
+            self.pending[ask.id] = pending
+            self.system.deadlines.push(pending.deadline, pending)
+            outlet.peer.send(lane, envelope)
+            return len(envelope)
+
+        room = PendingRoom(self.loop, ask.src, pending.entry, ask.kind, pending.deadline, ask.trace)
+        await self._room(outlet, lane, window, room, transmit, wait)
 
     async def open_stream(
         self, feed: Streaming[Any], ref: Ref, msg: Stream[Any], item_s: float, credit: int
@@ -178,15 +209,35 @@ class Caller:
         scope = handled.get()
         ttl = float("inf") if scope is None else scope.deadline - self.loop.time()
         request = self.next_id()
-        envelope = encoder.encode(
-            wire.Ask(request, entry.name, entry.incarnation, ref.owner, kind, ttl, False, wire.raw(msg), trace, credit)
-        )
-        self._fits(envelope, ref, kind)
         window = outlet.window(entry, lane)
-        if not window.take(len(envelope)):
-            await self._room(window, entry, ref.owner, kind, deadline, trace, len(envelope), True)
-        self.feeds[request] = feed
-        outlet.peer.send(lane, envelope)
+        ask = wire.Ask(
+            request,
+            entry.name,
+            entry.incarnation,
+            ref.owner,
+            kind,
+            ttl,
+            False,
+            wire.raw(msg),
+            trace,
+            credit,
+            window.sent + 1,
+        )
+        envelope = encoder.encode(ask)
+        self._fits(envelope, ref, kind)
+
+        def transmit(number: int) -> int:
+            ask.seq = number
+            envelope = encoder.encode(ask)
+            self.feeds[request] = feed
+            outlet.peer.send(lane, envelope)
+            return len(envelope)
+
+        if window.take(len(envelope)):
+            transmit(window.sent)
+        else:
+            room = PendingRoom(self.loop, ref.owner, entry, kind, deadline, trace)
+            await self._room(outlet, lane, window, room, transmit, True)
         return request, entry, lane, outlet.peer
 
     async def _persist(self, ref: Ref, msg: Message[Any], deadline: float, trace: int) -> msgspec.Raw:
@@ -275,20 +326,25 @@ class Caller:
             )
 
     async def _room(
-        self, window: Window, entry: Entry, owner: str, kind: str, deadline: float, trace: int, size: int, wait: bool
+        self, outlet: Outlet, lane: Lane, window: Window, room: PendingRoom, transmit: Callable[[int], int], wait: bool
     ) -> None:
-        """Waits in line for a place in the actor's mailbox; without ``wait`` says at once that there is none."""
-        room = PendingRoom(self.loop, owner, entry, kind, deadline, trace)
-        room.size = size
+        """Waits in line for a place in the actor's mailbox, where it is sent; without ``wait`` says at once that there is none."""
         if not wait:
             raise no_room(room.describe(), 0.0)
+        room.transmit = transmit
         window.waiters.append(room)
-        try:
-            await self.bounded(room)
-        except asyncio.CancelledError:
-            if room.future.done() and not room.future.cancelled() and room.future.exception() is None:
-                window.add(1, size)  # the place was given to us in the very moment we gave up
-            raise
+        if not window.probing:
+            window.probing = True
+            self.loop.call_later(self.system.config.probe_s, self._probe, outlet, lane, window, room.entry)
+        await self.bounded(room)
+
+    def _probe(self, outlet: Outlet, lane: Lane, window: Window, entry: Entry) -> None:
+        """Somebody still waits: asks what the receiver has, because what a lost connection took with it gives no credit back."""
+        window.probing = any(not room.future.done() for room in window.waiters) and not self.closed
+        if window.probing and self._by_peer.get(outlet.peer) is outlet:
+            window.probe()
+            outlet.peer.send(lane, encoder.encode(wire.Probe(entry.name, entry.incarnation)))
+            self.loop.call_later(self.system.config.probe_s, self._probe, outlet, lane, window, entry)
 
     async def bounded(self, wait: Waiting) -> None:
         """Waits until ``wait`` is settled, failed or past its deadline, and shows it meanwhile."""
@@ -329,6 +385,13 @@ class Caller:
             windows = outlet.windows.get((credit.dst, credit.incarnation))
             if windows is not None:
                 windows[lane].add(credit.count, credit.size)
+
+    def on_level(self, peer: Peer, lane: Lane, level: wire.Level) -> None:
+        outlet = self._by_peer.get(peer)
+        if outlet is not None:
+            windows = outlet.windows.get((level.dst, level.incarnation))
+            if windows is not None:
+                windows[lane].level(level.waiting, level.size)
 
     def on_gone(self, uid: str, cause: str) -> None:
         """A process is dead: everything that waits for it fails now."""

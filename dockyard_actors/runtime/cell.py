@@ -103,11 +103,16 @@ class Cell:
 
     def event(self, method: str, value: Any) -> None:
         """The actor's ``method`` is called with ``value``, on the control lane."""
-        self._serving().put_control(Event(method, value))
+        self.serving().put_control(Event(method, value))
 
     def offer(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, size: int) -> None:
         """A message for this incarnation. size: bytes of its envelope."""
-        service = self.service or self._serving()
+        service = self.service or self.serving()
+        account = (service.accounts.get(peer) or service.account(peer))[lane]
+        if account[2] >= message.seq > 0:
+            self.system.counts.repeated += 1  # the network brought it again, or behind a later one
+            return
+        account[2] = message.seq
         handler = self.table.get(message.kind)
         if handler is None or handler.control or self.stopping:
             self._offer_others(service, peer, lane, message, size)
@@ -140,7 +145,7 @@ class Cell:
             deadline = self.system.loop.time() + message.ttl
             service.put_control(Delivery(peer, lane, message, handler, deadline, size))
 
-    def _serving(self) -> Service:
+    def serving(self) -> Service:
         if self.service is None:
             self.service = Service(self)
         return self.service

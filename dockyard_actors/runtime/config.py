@@ -30,6 +30,7 @@ class SystemConfig:
         128  # messages of one sender that an actor lets wait: bounds memory, lets 64 asks in flight pass freely
     )
     window_bytes: int = 4 << 20  # ... and how many bytes; one message larger than what is left still goes
+    probe_s: float = 1.0  # a sender that waits for room asks so often what the receiver has: credit may have been lost
     mailbox_bytes: int = 64 << 20  # as mailbox_capacity, in bytes of envelopes
     concurrency: int = 1024  # @concurrent handlers of one actor running at once; each is one waiting task
     dedup_capacity: int = 4096  # replies remembered for asks that may be repeated

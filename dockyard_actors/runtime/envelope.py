@@ -23,6 +23,7 @@ class Ask(msgspec.Struct, tag=0, array_like=True, gc=False):
     body: msgspec.Raw
     trace: int = 0  # one id for everything that a first ask or tell leads to
     credit: int = 0  # of a stream: items that may be on their way at first
+    seq: int = 0  # counts the sender's messages to this actor on this lane; one that comes again is dropped
 
 
 class Tell(msgspec.Struct, tag=1, array_like=True, gc=False):
@@ -32,6 +33,7 @@ class Tell(msgspec.Struct, tag=1, array_like=True, gc=False):
     kind: str
     body: msgspec.Raw
     trace: int = 0
+    seq: int = 0
 
 
 class Reply(msgspec.Struct, tag=2, array_like=True, gc=False):
@@ -98,7 +100,23 @@ class More(msgspec.Struct, tag=10, array_like=True, gc=False):
     count: int
 
 
-Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel | Item | More
+class Probe(msgspec.Struct, tag=11, array_like=True, gc=False):
+    """A sender has waited for room: messages or credit may have been lost with a connection. Follows what was sent before it."""
+
+    dst: str
+    incarnation: int
+
+
+class Level(msgspec.Struct, tag=12, array_like=True, gc=False):
+    """Answer to `Probe`: so many messages and bytes of this sender wait in the mailbox; everything else is free again."""
+
+    dst: str
+    incarnation: int
+    waiting: int
+    size: int
+
+
+Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel | Item | More | Probe | Level
 
 RAISED = "raised"  # the handler raised
 TYPED = "typed"  # ... a WireError, which the asker may know by its name

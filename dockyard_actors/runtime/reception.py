@@ -77,11 +77,18 @@ class Reception:
                 future.set_result(None)
         elif isinstance(message, wire.Lost):
             self.system.dead_letter(f"{message.kind} to {message.dst}#{message.incarnation}: {message.reason}")
-        elif isinstance(message, (wire.Cancel, wire.More)):
+        elif isinstance(message, wire.Level):
+            self.system.caller.on_level(peer, lane, message)
+        elif isinstance(message, (wire.Cancel, wire.More, wire.Probe)):
             cell = self.system.cells.get(message.dst)
-            if cell is None or cell.service is None:
+            if cell is None:
                 return  # what it was about has ended
-            if isinstance(message, wire.More):
+            if isinstance(message, wire.Probe):
+                if cell.incarnation == message.incarnation:
+                    cell.serving().level(peer, lane)
+            elif cell.service is None:
+                return  # its message was lost
+            elif isinstance(message, wire.More):
                 cell.service.more(peer, message)
             else:
                 cell.service.cancel(peer, message.id)

@@ -44,9 +44,9 @@ class Service:
         self._called_slow: Delivery | None = None
         self.running: dict[Key | int, Running] = {}
         self.held_back = False  # the transport stops reading because a mailbox here is full
-        self._accounts: dict[
+        self.accounts: dict[
             Peer, list[list[int]]
-        ] = {}  # by lane: messages and bytes taken, not yet given back as credit
+        ] = {}  # by lane: messages and bytes taken and not yet given back as credit, number of the last message
         self._credit_every = max(1, config.window // 2)
         self._credit_bytes = max(1, config.window_bytes // 2)
         self._cancelled: set[Key] = set()
@@ -139,15 +139,15 @@ class Service:
             r for r in self.running.values() if r.item.peer.uid == uid and type(r.item.message) is wire.Ask
         ]:
             running.cancel("its asker died")
-        for peer in [peer for peer in self._accounts if peer.uid == uid]:
-            del self._accounts[peer]
+        for peer in [peer for peer in self.accounts if peer.uid == uid]:
+            del self.accounts[peer]
 
     # ------------------------------------------------------------------ serving
 
     async def _serve(self, box: Mailbox[Any], serial: bool) -> None:
         """Written out in one piece: every call saved here is saved for every message."""
         system, actor, clock, now = self.system, self.cell.actor, time.perf_counter, self.system.loop.time
-        accounts, every, every_bytes = self._accounts, self._credit_every, self._credit_bytes
+        accounts, every, every_bytes = self.accounts, self._credit_every, self._credit_bytes
         fairness = left = system.config.fairness
         while True:
             if not box.items:
@@ -167,7 +167,7 @@ class Service:
                 await self._event(item)
                 continue
             peer, lane, message, handler, deadline, size = item
-            account = accounts.get(peer) or self._account(peer)
+            account = accounts.get(peer) or self.account(peer)
             credit = account[lane]
             credit[0] += 1
             credit[1] += size
@@ -378,15 +378,28 @@ class Service:
 
     def consumed(self, peer: Peer, lane: Lane, size: int) -> None:
         """A message of this sender does not wait any more: it gets its credit back, half a window at a time."""
-        credit = (self._accounts.get(peer) or self._account(peer))[lane]
+        credit = (self.accounts.get(peer) or self.account(peer))[lane]
         credit[0] += 1
         credit[1] += size
         if credit[0] >= self._credit_every or credit[1] >= self._credit_bytes:
             self._give_back(peer, lane, credit)
 
-    def _account(self, peer: Peer) -> list[list[int]]:
-        account = self._accounts[peer] = [[0, 0] for _ in Lane]
+    def account(self, peer: Peer) -> list[list[int]]:
+        account = self.accounts[peer] = [[0, 0, 0] for _ in Lane]
         return account
+
+    def level(self, peer: Peer, lane: Lane) -> None:
+        """Says how much of this sender waits here: what was lost on the way to us or back is room again."""
+        waiting = [
+            item.size
+            for box in (self.user, self.control)
+            for item in box.items
+            if type(item) is Delivery and item.lane == lane and item.peer.uid == peer.uid
+        ]
+        credit = self.accounts.get(peer) or self.account(peer)
+        credit[lane][0] = credit[lane][1] = 0
+        level = wire.Level(self.cell.name, self.cell.incarnation, len(waiting), sum(waiting))
+        peer.send(lane, encoder.encode(level))
 
     def _give_back(self, peer: Peer, lane: Lane, credit: list[int]) -> None:
         message = wire.Credit(self.cell.name, self.cell.incarnation, credit[0], credit[1])

@@ -20,6 +20,7 @@ class Counts(msgspec.Struct):
     dead_letters: int = 0  # what could not be delivered
     expired: int = 0  # asks dropped or handlers cancelled because the asker had given up
     deduplicated: int = 0  # repeated asks answered without running the handler again
+    repeated: int = 0  # messages that the network brought twice or out of order
     late_replies: int = 0  # replies whose asker had given up
     handler_errors: int = 0
     malformed: int = 0  # envelopes that did not decode
@@ -91,6 +92,7 @@ class SystemStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     dead_letters: int
     expired: int
     deduplicated: int
+    repeated: int
     late_replies: int
     handler_errors: int
     malformed: int

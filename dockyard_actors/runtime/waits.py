@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -85,11 +86,12 @@ class PendingItem(Waiting):
 
 
 class PendingRoom(Waiting):
-    """size: bytes of the envelope that waits."""
+    """transmit: sends the message, given its number in the window, and returns the bytes that it took. Called as soon as there is room,
+    so that messages leave in the order of their numbers."""
 
-    __slots__ = ("size",)
+    __slots__ = ("transmit",)
     what = "room"
-    size: int
+    transmit: Callable[[int], int]
 
     def timeout(self) -> ActorError:
         return no_room(self.describe(), self.deadline - self.started)

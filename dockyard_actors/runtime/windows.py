@@ -18,29 +18,51 @@ class Window:
     A message may be larger than the bytes left, so that one larger than the whole window can go at all.
     """
 
-    __slots__ = ("messages", "size", "waiters")
+    __slots__ = ("_limit", "_probed", "_sent_size", "messages", "probing", "sent", "size", "waiters")
 
     def __init__(self, messages: int, size: int) -> None:
         self.messages, self.size = messages, size
+        self.sent = 0  # messages so far: the number of the last one
         self.waiters: deque[PendingRoom] = deque()
+        self.probing = False
+        self._limit = (messages, size)
+        self._sent_size = 0
+        self._probed = (0, 0)  # what had been sent when the level was asked for
 
     def take(self, size: int) -> bool:
-        """Takes a place for ``size`` bytes if there is one and nobody waits for it."""
+        """Takes a place for ``size`` bytes, which message ``sent + 1`` was encoded to, if there is one and nobody waits for it."""
         if self.messages > 0 and self.size > 0 and not self.waiters:
             self.messages -= 1
             self.size -= size
+            self.sent += 1
+            self._sent_size += size
             return True
         return False
 
     def add(self, messages: int, size: int) -> None:
+        """Credit has come: whoever waits is sent, in order."""
         self.messages += messages
         self.size += size
         while self.messages > 0 and self.size > 0 and self.waiters:
             room = self.waiters.popleft()
             if not room.future.done():
+                self.sent += 1
+                size = room.transmit(self.sent)
                 self.messages -= 1
-                self.size -= room.size
+                self.size -= size
+                self._sent_size += size
                 room.future.set_result(None)
+
+    def probe(self) -> None:
+        """The receiver is asked how much waits there."""
+        self._probed = (self.sent, self._sent_size)
+
+    def level(self, waiting: int, size: int) -> None:
+        """So much waits there of what had been sent before the probe."""
+        sent, sent_size = self.sent - self._probed[0], self._sent_size - self._probed[1]
+        self.messages = self._limit[0] - waiting - sent
+        self.size = self._limit[1] - size - sent_size
+        self.add(0, 0)
 
 
 class Outlet:

@@ -92,7 +92,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
     config = SystemConfig(name="home", ipc_prefix=f"{path}/h.", window_bytes=8_000, window=64)
     async with (
         ActorSystem(config) as home,
-        ActorSystem(SystemConfig(name="away", rendezvous=f"ipc://{path}/h.")) as away,
+        ActorSystem(SystemConfig(name="away", rendezvous=f"ipc://{path}/h.", probe_s=0.05)) as away,
     ):
         yield home, away
 
@@ -265,3 +265,32 @@ async def test_an_idle_actor_has_no_task(pair) -> None:
     assert len(asyncio.all_tasks()) == before
     assert await away.ref("idle-7").ask(Add()) == 1
     assert len(asyncio.all_tasks()) == before + 1
+
+
+async def test_a_message_that_the_network_brings_twice_is_handled_once(pair) -> None:
+    home, away = pair
+    actor = Counter()
+    await home.start(actor, "c")
+    await eventually(lambda: away.directory.alive("c"))
+    peer = away.caller.outlet(away.directory.entries["c"]).peer
+    send = peer.send
+    peer.send = lambda lane, envelope: (send(lane, envelope), send(lane, envelope))
+    assert await away.ref("c").ask(Add()) == 1
+    await away.ref("c").tell(Note(n=1))
+    assert await away.ref("c").ask(Seen()) == (1,)
+    assert home.counts.repeated == 3
+
+
+async def test_room_that_was_lost_with_messages_or_credit_comes_back(pair) -> None:
+    home, away = pair
+    actor = Counter()
+    await home.start(actor, "c")
+    await eventually(lambda: away.directory.alive("c"))
+    peer = away.caller.outlet(away.directory.entries["c"]).peer
+    send, peer.send = peer.send, lambda lane, envelope: None  # a cut connection takes a whole window with it
+    for n in range(home.config.window):
+        await away.ref("c").tell(Note(n=n))
+    peer.send = send
+    waiting = [asyncio.ensure_future(away.ref("c").tell(Note(n=1_000 + n))) for n in range(70)]
+    await asyncio.gather(*waiting)
+    assert await away.ref("c").ask(Seen()) == tuple(range(1_000, 1_070)), "in the order in which they were told"
