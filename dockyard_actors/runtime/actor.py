@@ -164,8 +164,8 @@ def _table(cls: type[Actor]) -> dict[str, Handler]:
 
 @cache
 def urgent_of(cls: type[Actor]) -> tuple[str, ...]:
-    """Names of the messages that this class serves on the control lane."""
-    return tuple(sorted(kind for kind, handler in handlers_of(cls).items() if handler.control))
+    """Names of the messages that this class serves on the control lane; the runtime's own `Inspect` is one of every class."""
+    return ("Inspect", *sorted(kind for kind, handler in handlers_of(cls).items() if handler.control))
 
 
 @cache
