@@ -279,9 +279,9 @@ class TakeGroups(Message[Batch], frozen=True, tag=True):
     max_age: int
     wait_s: float
     incarnation: int = 1  # of the trainer: the question of a dead one is not answered
-    holding: tuple[
-        int, ...
-    ] = ()  # leases that it took and has not stepped: a restarted buffer does not know who has them
+    # Leases that it took and has not stepped, and those of its last steps: a restarted buffer does not know who has them, and may not have
+    # heard of the steps yet.
+    holding: tuple[int, ...] = ()
 
 
 class ReleaseGroups(Message[Done], frozen=True, tag=True):

@@ -8,8 +8,10 @@ and ages are read from metadata: the tensors of groups without signal are never 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
+TOLD_STEPS = (
+    32  # the buffer is told of the leases of so many last steps: it may be late to hear of them from the controller
+)
 TAKE_WAIT_S = 2.0  # one long poll for a batch; between two the trainer looks whether it was asked to stop
 
 
@@ -57,6 +62,7 @@ class Trainer(Actor):
         self.stopping = asyncio.Event()
         self.version = -1  # the newest that was ever given out, as far as this process knows
         self.holding: set[int] = set()  # leases that were taken and are not stepped yet
+        self.stepped: deque[tuple[int, ...]] = deque(maxlen=TOLD_STEPS)  # ... and of the last steps
         self.computing = False
         self.admitting = False  # deliveries open admission; not before the first evaluation is over
         self.delivery: asyncio.Task[None] | None = None
@@ -259,7 +265,7 @@ class Trainer(Actor):
                     max_age=self.config.max_age,
                     wait_s=TAKE_WAIT_S,
                     incarnation=self.ctx.incarnation,
-                    holding=tuple(self.holding),
+                    holding=(*self.holding, *itertools.chain.from_iterable(self.stepped)),
                 ),
                 deadline_s=self.config.supervision.start_timeout_s,
                 retry=True,
@@ -283,7 +289,9 @@ class Trainer(Actor):
         ack = await self.tell(
             m.StepDone(step=self.learner.step, version=version, trained=outcome.trained, filtered=outcome.filtered)
         )
-        self.holding -= {*outcome.trained, *(lease for lease, _ in outcome.filtered)}
+        stepped = (*outcome.trained, *(lease for lease, _ in outcome.filtered))
+        self.stepped.append(stepped)
+        self.holding -= set(stepped)
         if ack.stop:
             self.stop("asked to stop")
         return outcome

@@ -24,9 +24,11 @@ from dockyard_actors.runtime.registry import (
     DirectoryUpdate,
     Join,
     Joined,
+    Known,
     ProcessDied,
     Refused,
     Renew,
+    Resync,
 )
 from dockyard_actors.runtime.scope import fresh
 from dockyard_actors.transport.base import parse_rendezvous
@@ -60,6 +62,8 @@ class Membership:
         self.on_rejoin: Callable[[ProcessRecord, ProcessRecord], None] | None = (
             None  # the registry before, and this one
         )
+        self._number = 0  # of the last update that is known here
+        self._catching_up: asyncio.Task[None] | None = None
         self._lease_s = 0.0
         self._down: _Down | None = None
         self._up = asyncio.Event()
@@ -87,7 +91,7 @@ class Membership:
 
     async def close(self) -> None:
         self._closed = True
-        tasks = [task for task in (self._renewing, self._rejoining) if task is not None]
+        tasks = [task for task in (self._renewing, self._rejoining, self._catching_up) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,15 +135,43 @@ class Membership:
     def accepts(self, update: DirectoryUpdate) -> bool:
         """False for what another epoch's registry says. What overtook its answer to our join is kept until that is here."""
         if update.epoch in (0, self.epoch):
+            if update.number > self._number:
+                if update.number > self._number + 1:
+                    self._catch_up()
+                self._number = update.number
             return True
         if not self._up.is_set():
             self._early.append(update)
         return False
 
+    def _catch_up(self) -> None:
+        """An update is missing: asks for all that they said."""
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = self._own(self._resync(), "catch up with the registry")
+
+    async def _resync(self) -> None:
+        system = self.system
+        while not self._closed:
+            await self._up.wait()
+            try:
+                reply = await system.ref(REGISTRY).ask(
+                    Resync(uid=system.config.uid), deadline_s=system.config.registry_s
+                )
+            except ActorError as error:
+                log.info("could not catch up with the registry: %s", error)
+                await asyncio.sleep(system.config.rejoin_s / 8)
+                continue
+            if isinstance(reply, Known) and reply.epoch == self.epoch:
+                log.info("caught up with the registry")
+                gone = {uid: cause for uid, cause in reply.gone.items() if uid not in system.gone}
+                system.take(DirectoryUpdate(reply.entries, gone, epoch=self.epoch))
+                self._number = max(self._number, reply.number)
+            return
+
     def _enter(self, joined: Joined) -> None:
         system, before = self.system, self.registry
         self.registry = joined.registry
-        self.epoch, self._lease_s = joined.epoch, joined.lease_s
+        self.epoch, self._lease_s, self._number = joined.epoch, joined.lease_s, joined.number
         if before is not None and before.uid != joined.registry.uid:
             self._bury(before, "another registry has taken its place", ended=False)
         for entry in joined.entries:
@@ -174,6 +206,8 @@ class Membership:
                     self._end(f"the registry refuses this process: {reply.reason}")
                     return
                 self.lost(f"it does not know this process: {reply.reason}")
+            elif reply.epoch == self.epoch and reply.number > self._number:
+                self._catch_up()
         self._renewing = None
 
     # ------------------------------------------------------------------ without it

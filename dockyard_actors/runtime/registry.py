@@ -33,6 +33,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     entries: tuple[Entry, ...]
     epoch: int = 0  # of this start of the registry: its identity
     lease_s: float = 0.0  # > 0: nobody sees this process end, so it must be heard of (`Renew`) within any such time
+    number: int = 0  # of the last `DirectoryUpdate` that this holds already
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -62,10 +63,26 @@ class Claim(Message[Claimed | Refused], frozen=True):
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
     epoch: int
+    number: int = 0  # of the last `DirectoryUpdate`
 
 
 class Renew(Message[Renewed | Refused], frozen=True):
     """A process is there, and wants to know whether the registry is."""
+
+    uid: str
+
+
+class Known(msgspec.Struct, frozen=True, tag=True):
+    """Everything that the updates up to ``number`` have said."""
+
+    entries: tuple[Entry, ...]
+    gone: dict[str, str]
+    epoch: int
+    number: int
+
+
+class Resync(Message[Known | Refused], frozen=True):
+    """A process has missed an update: a connection was lost, and something with it."""
 
     uid: str
 
@@ -137,6 +154,7 @@ class DirectoryUpdate(Message[None], frozen=True):
     suspects: dict[str, float] = msgspec.field(
         default_factory=dict
     )  # uid → seconds without an answer; 0: it answers again
+    number: int = 0  # counts the registry's updates: who finds one missing asks for everything
 
 
 Push = Callable[[ProcessRecord, DirectoryUpdate | None, bool], None]  # None: say nothing; True: it is the last word
@@ -153,6 +171,7 @@ class Registry(Actor):
         self.processes: dict[str, ProcessRecord] = {own.uid: own}
         self.entries: dict[str, Entry] = {}
         self.gone = Gone()  # of processes that must not come back under the same uid
+        self.number = 0  # of the last update
         self.given: set[str] = set()  # names whose incarnation was given in this epoch
         self.on_join: Callable[[ProcessRecord], None] | None = None  # the primary agent listens here
         self.on_gone: Callable[[ProcessRecord, str], None] | None = None
@@ -186,7 +205,7 @@ class Registry(Actor):
                 self.on_join(process)
         self._leases.heard(process.uid)
         lease_s = self._leases.lease_s if process.uid in self._leases else 0.0
-        return Joined(self.own, tuple(self.entries.values()), self.epoch, lease_s)
+        return Joined(self.own, tuple(self.entries.values()), self.epoch, lease_s, self.number)
 
     def _look_after(self, process: ProcessRecord) -> None:
         """Finds who will see this process end: its agent, the primary agent's pings, a pidfd, or a lease."""
@@ -206,7 +225,11 @@ class Registry(Actor):
         if refused is not None:
             return refused
         self._leases.heard(msg.uid)
-        return Renewed(self.epoch)
+        return Renewed(self.epoch, self.number)
+
+    @control
+    async def resync(self, msg: Resync) -> Known | Refused:
+        return self._refused(msg.uid) or Known(tuple(self.entries.values()), dict(self.gone), self.epoch, self.number)
 
     @control
     async def claim(self, msg: Claim) -> Claimed | Refused:
@@ -346,7 +369,8 @@ class Registry(Actor):
         entries = tuple(entries)
         for entry in entries:
             self.entries[entry.name] = entry
-        update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {})
+        self.number += 1
+        update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {}, self.number)
         self._changed.set()
         self._changed = asyncio.Event()
         for process in list(self.processes.values()):

@@ -13,6 +13,7 @@ import numpy as np
 
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.learner import StepOutcome
+from dockyard_actors.roles.ledger import Stepped
 from dockyard_actors.roles.trainer import Trainer
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.errors import ActorError
@@ -128,6 +129,24 @@ async def test_the_next_batch_is_taken_while_a_step_computes(tmp_path: Path) -> 
         assert sum(held.taken for held in run.world.buffer.groups.values()) == 4
         run.learner.gate.release()
         await eventually(lambda: run.learner.training == 2)
+
+
+async def test_a_buffer_is_told_of_steps_that_it_may_not_have_heard_of(tmp_path: Path) -> None:
+    """One that was restarted meanwhile would hand their groups out again, before the controller has it release them."""
+    async with training(tmp_path) as run:
+        told: list[set[int]] = []
+        take = run.world.buffer.take
+
+        async def spied(msg: m.TakeGroups) -> m.Batch:
+            told.append(set(msg.holding))
+            return await take(msg)
+
+        run.world.buffer.take = spied  # type: ignore[method-assign]
+        await run.start()
+        await eventually(lambda: run.world.ledger.finished == "completed")
+        stepped = {lease for step in run.world.journal if isinstance(step, Stepped) for lease in step.trained}
+        last_taken = 2
+        assert len(told[-1] & stepped) >= len(stepped) - 2 * last_taken
 
 
 async def test_in_sync_mode_nothing_is_taken_ahead_and_every_delivery_is_waited_for(tmp_path: Path) -> None:

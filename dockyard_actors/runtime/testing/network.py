@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from dockyard_actors.transport.base import Address, ControlConfig, Lane, Peer, Receiver
 
-
 _APART_S = 1e-7  # two envelopes of one connection: timers of one and the same time have no order
 
 
