@@ -349,6 +349,7 @@ class Registry(Actor):
                 watch.close()
         dead = [died(e, doomed[e.uid], clean) for e in self.entries.values() if e.alive and e.uid in doomed]
         if not victims and not dead:
+            self._reconciliation.died(doomed)
             return  # it died before it joined
         log.log(logging.INFO if clean else logging.WARNING, "process %s is gone: %s", name, cause)
         update = self.publish(dead, doomed)
