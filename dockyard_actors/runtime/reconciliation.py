@@ -101,11 +101,8 @@ class Reconciliation:
                 continue  # nobody knows better than this process itself
             if entry.alive and entry.uid == uid:
                 held.add(entry.name)
-            self._take(entry, uid)
-            if uid in registry.gone:
-                return
-        if last:
-            del self._unclaimed[uid]
+            self._take(entry, uid)  # also when an entry before fenced it: what it knows of numbers still counts
+        if last and self._unclaimed.pop(uid, None) is not None and uid not in registry.gone:
             left = [e for e in registry.entries.values() if e.alive and e.uid == uid and e.name not in held]
             left = [e for e in left if e.name not in registry.given]
             if left:
