@@ -197,7 +197,13 @@ class Registry(Actor):
             return Refused(f"process {process.name} was declared dead: {self.gone[process.uid]}", fenced=True)
         if process.agent in self.gone:
             return Refused(f"the node agent of process {process.name} is gone: {self.gone[process.agent]}", fenced=True)
-        if process.uid not in self.processes:
+        known = self.processes.get(process.uid)
+        if known is not None and known != process:
+            return Refused(
+                f"process {known.name} (pid {known.pid} on {known.host}) has joined under the uid {process.uid} already: "
+                "every start of a process needs one of its own"
+            )
+        if known is None:
             self.processes[process.uid] = process
             log.info("process %s joined (pid %d, uid %s)", process.name, process.pid, process.uid)
             self._look_after(process)

@@ -26,8 +26,11 @@ async def test_a_secondarys_processes_live_on_without_their_primary_and_join_the
         name="host2", rendezvous=address, roles=["far", "also"], key_file=str(keys), registry_lost_s=UP_S
     )
     far, also = secondary.ready["pids"]
-    config = SystemConfig(name="view", rendezvous=address, key_file=keys)
-    async with ActorSystem(config) as view:
+
+    def config() -> SystemConfig:
+        return SystemConfig(name="view", rendezvous=address, key_file=keys)
+
+    async with ActorSystem(config()) as view:
         membership = view.membership
         assert membership is not None
         assert await view.ref("far").ask(Add()) == 1
@@ -44,7 +47,7 @@ async def test_a_secondarys_processes_live_on_without_their_primary_and_join_the
         assert await view.ref("far").ask(Add()) == 3
         await view.ref("far").ask(Open())
         await pending
-        async with ActorSystem(config) as late:
+        async with ActorSystem(config()) as late:
             assert await late.ref("far").ask(Pid(), retry=True) == far
             assert await late.ref("near").ask(Pid(), retry=True) == again.ready["pids"][0]
             assert await late.ref("also").ask(Pid(), retry=True, deadline_s=UP_S) != also

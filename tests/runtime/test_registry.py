@@ -103,6 +103,17 @@ async def test_a_process_that_was_declared_dead_is_refused_everything_with_the_r
     assert heard.gone == {"a": "nobody heard of it"}
 
 
+async def test_a_second_process_under_the_uid_of_a_living_one_is_refused() -> None:
+    world = World()
+    await world.join("a")
+    assert isinstance(await world.join("a"), Joined), "the same one, again"
+    reply = await world.registry.join(
+        Join(process=ProcessRecord("a", "impostor", 2, "elsewhere", Address(ipc="/other")))
+    )
+    assert isinstance(reply, Refused)
+    assert "process-a (pid 1 on elsewhere) has joined under the uid a" in reply.reason
+
+
 async def test_who_has_not_joined_is_refused_but_may_join() -> None:
     world = World()
     reply = await world.registry.renew(Renew(uid="a"))
