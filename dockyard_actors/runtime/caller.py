@@ -16,22 +16,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime import routes
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import (
-    ActorError,
     AskTimeout,
     BadReply,
     MailboxFull,
     OutcomeUnknown,
     PeerDied,
     ProtocolRefused,
-    StaleIncarnation,
     SystemClosed,
     TooLarge,
     UnknownName,
 )
 from dockyard_actors.runtime.failures import failure
-from dockyard_actors.runtime.message import Message, R, Stream, encoder, reply_decoder
+from dockyard_actors.runtime.message import Message, R, encoder, reply_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.streams import Streaming
 from dockyard_actors.runtime.waits import PendingReply, PendingRoom, Wait, Waiting, no_room
@@ -78,11 +77,11 @@ class Caller:
                 f"{ref.owner} had no time left to ask {ref.name} for {kind.__name__}: its own deadline has passed; nothing was sent"
             )
         if retry:
-            body = await self._persist(ref, msg, deadline, trace)
+            body = await routes.persist(self, ref, msg, deadline, trace)
         else:
-            entry = self.system.directory.alive(ref.name) or await self._resolve(ref, deadline)
-            if ref.incarnation is not None and ref.incarnation != entry.incarnation:
-                raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
+            entry = self.system.directory.alive(ref.name)
+            if entry is None or (ref.incarnation is not None and ref.incarnation != entry.incarnation):
+                entry = await routes.resolve(self, ref, deadline)
             body = await self.ask_entry(entry, ref.owner, msg, deadline, trace=trace, wait=wait)
         try:
             return decode(body)
@@ -99,17 +98,18 @@ class Caller:
         try:
             entry = self.system.directory.alive(ref.name)
             if entry is None or (ref.incarnation is not None and ref.incarnation != entry.incarnation):
-                entry = await self._resolve_tell(ref, deadline_s)
+                seconds = self.system.config.tell_s if deadline_s is None else deadline_s
+                entry = await routes.resolve(self, ref, self.scoped(seconds)[0])
             lane = Lane.CONTROL if kind in entry.control else Lane.USER
             outlet = self._outlets.get(entry.uid) or self.outlet(entry)
             window = outlet.window(entry, lane)
             message = wire.Tell(entry.name, entry.incarnation, ref.owner, kind, wire.raw(msg), trace, window.sent + 1)
             envelope = encoder.encode(message)
-            self._fits(envelope, ref, kind)
+            self.fits(envelope, ref, kind)
             if window.take(len(envelope)):
                 outlet.peer.send(lane, envelope)
                 return
-            deadline = self._scope(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
+            deadline = self.scoped(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
             await self._tell_later(outlet, lane, window, entry, message, deadline, wait)
         except MailboxFull:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: no room")
@@ -149,7 +149,7 @@ class Caller:
             window.sent + 1,
         )
         envelope = encoder.encode(ask)
-        self._fits(envelope, entry, kind)
+        self.fits(envelope, entry, kind)
         try:
             if window.take(len(envelope)):
                 self.pending[request] = pending
@@ -179,7 +179,7 @@ class Caller:
             return len(envelope)
 
         room = PendingRoom(self.loop, tell.src, entry, tell.kind, deadline, tell.trace)
-        await self._room(outlet, lane, window, room, transmit, wait)
+        await self.room(outlet, lane, window, room, transmit, wait)
 
     async def _ask_later(
         self, outlet: Outlet, lane: Lane, window: Window, ask: wire.Ask, pending: PendingReply, until: float, wait: bool
@@ -193,105 +193,9 @@ class Caller:
             return len(envelope)
 
         room = PendingRoom(self.loop, ask.src, pending.entry, ask.kind, pending.deadline, ask.trace)
-        await self._room(outlet, lane, window, room, transmit, wait)
+        await self.room(outlet, lane, window, room, transmit, wait)
 
-    async def open_stream(
-        self, feed: Streaming[Any], ref: Ref, msg: Stream[Any], item_s: float, credit: int
-    ) -> tuple[int, Entry, Lane, Peer]:
-        """Asks for a stream; its items and its end come to ``feed``."""
-        kind = type(msg).__name__
-        deadline, trace = self._scope(item_s)
-        entry = self.system.directory.alive(ref.name) or await self._resolve(ref, deadline)
-        if ref.incarnation is not None and ref.incarnation != entry.incarnation:
-            raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
-        lane = Lane.CONTROL if kind in entry.control else Lane.USER
-        outlet = self.outlet(entry)
-        scope = handled.get()
-        ttl = float("inf") if scope is None else scope.deadline - self.loop.time()
-        request = self.next_id()
-        window = outlet.window(entry, lane)
-        ask = wire.Ask(
-            request,
-            entry.name,
-            entry.incarnation,
-            ref.owner,
-            kind,
-            ttl,
-            False,
-            wire.raw(msg),
-            trace,
-            credit,
-            window.sent + 1,
-        )
-        envelope = encoder.encode(ask)
-        self._fits(envelope, ref, kind)
-
-        def transmit(number: int) -> int:
-            ask.seq = number
-            envelope = encoder.encode(ask)
-            self.feeds[request] = feed
-            outlet.peer.send(lane, envelope)
-            return len(envelope)
-
-        if window.take(len(envelope)):
-            transmit(window.sent)
-        else:
-            room = PendingRoom(self.loop, ref.owner, entry, kind, deadline, trace)
-            await self._room(outlet, lane, window, room, transmit, True)
-        return request, entry, lane, outlet.peer
-
-    async def _persist(self, ref: Ref, msg: Message[Any], deadline: float, trace: int) -> msgspec.Raw:
-        """Asks until the deadline, over any number of incarnations, always under one request id."""
-        request = self.next_id()
-        kind = type(msg).__name__
-        after = 0
-        last: ActorError | None = None
-        while True:
-            entry = self.system.directory.alive(ref.name)
-            if entry is None or entry.incarnation <= after:
-                with self.waiting(ref.owner, ref.name, kind, "start", deadline):
-                    try:
-                        entry = await self.system.directory.wait_alive(ref.name, after, deadline)
-                    except TimeoutError:
-                        state = f"its next incarnation (after #{after})" if after else "it to be registered"
-                        raise AskTimeout(
-                            f"{ref.owner} asked {ref.name} for {kind} and waited for {state} in vain"
-                        ) from last
-            if ref.incarnation is not None and ref.incarnation != entry.incarnation:
-                raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
-            attempt = min(deadline, self.loop.time() + self.system.config.retry_every_s)
-            try:
-                return await self.ask_entry(entry, ref.owner, msg, attempt, trace=trace, repeat=(request, deadline))
-            except PeerDied as error:
-                last, after = error, entry.incarnation
-                log.info("%s: %s; asking the next incarnation", kind, error)
-            except (AskTimeout, MailboxFull) as error:
-                if self.loop.time() >= deadline:
-                    raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from (
-                        last or error
-                    )
-
-    async def _resolve(self, ref: Ref, deadline: float) -> Entry:
-        """Asks the registry: this process's replica may be a moment behind."""
-        known = self.system.directory.entries.get(ref.name)
-        if known is None:
-            known = await self.system.lookup(ref.name, deadline)
-        if known is None:
-            raise UnknownName(
-                f"{ref.owner} asked for {ref.name!r}, which is not registered; ask(retry=True) waits for it"
-            )
-        if not known.alive:
-            raise PeerDied(f"{ref.name}#{known.incarnation} is dead ({known.cause}) and has not been restarted yet")
-        return known
-
-    async def _resolve_tell(self, ref: Ref, deadline_s: float | None) -> Entry:
-        deadline = self._scope(self.system.config.tell_s if deadline_s is None else deadline_s)[0]
-        entry = await self._resolve(ref, deadline)
-        if ref.incarnation is not None and ref.incarnation != entry.incarnation:
-            raise StaleIncarnation(f"{ref.name} is at incarnation {entry.incarnation}")
-        return entry
-
-    def _scope(self, seconds: float) -> tuple[float, int]:
+    def scoped(self, seconds: float) -> tuple[float, int]:
         """(deadline, trace) of something that may take ``seconds``, within what the running handler has left."""
         deadline = self.loop.time() + seconds
         scope = handled.get()
@@ -317,7 +221,7 @@ class Caller:
             self._by_peer[outlet.peer] = outlet
         return outlet
 
-    def _fits(self, envelope: bytes, to: Ref | Entry, kind: str) -> None:
+    def fits(self, envelope: bytes, to: Ref | Entry, kind: str) -> None:
         limit = self.system.config.max_frame_bytes - _FRAME_ROOM
         if len(envelope) > limit:
             raise TooLarge(
@@ -325,7 +229,7 @@ class Caller:
                 "tensors and other bulk go over the data plane"
             )
 
-    async def _room(
+    async def room(
         self, outlet: Outlet, lane: Lane, window: Window, room: PendingRoom, transmit: Callable[[int], int], wait: bool
     ) -> None:
         """Waits in line for a place in the actor's mailbox, where it is sent; without ``wait`` says at once that there is none."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Generic
 import msgspec
 
 from dockyard_actors.runtime import envelope as wire
+from dockyard_actors.runtime import routes
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import BadReply, OutcomeUnknown, StreamBroken, SystemClosed
 from dockyard_actors.runtime.message import I, Stream, decoder, encoder, item_type
 from dockyard_actors.runtime.scope import handled
-from dockyard_actors.runtime.waits import PendingItem
+from dockyard_actors.runtime.waits import PendingItem, PendingRoom
 from dockyard_actors.transport.base import Lane, Peer
 
 if TYPE_CHECKING:
@@ -44,9 +45,35 @@ class Streaming(Generic[I]):
     # ------------------------------------------------------------------ what a user sees
 
     async def __aenter__(self) -> Streaming[I]:
-        self._request, self._entry, self._lane, self._peer = await self._caller.open_stream(
-            self, self._ref, self._msg, self._item_s, self._credit
+        caller, ref, kind = self._caller, self._ref, type(self._msg).__name__
+        deadline, trace = caller.scoped(self._item_s)
+        entry = await routes.resolve(caller, ref, deadline)
+        self._lane = Lane.CONTROL if kind in entry.control else Lane.USER
+        outlet = caller.outlet(entry)
+        window = outlet.window(entry, self._lane)
+        scope = handled.get()
+        ttl = float("inf") if scope is None else scope.deadline - caller.loop.time()
+        self._request, body = caller.next_id(), wire.raw(self._msg)
+        ask = wire.Ask(
+            self._request, entry.name, entry.incarnation, ref.owner, kind, ttl, False, body, trace, self._credit
         )
+
+        def transmit(number: int) -> int:
+            ask.seq = number
+            envelope = encoder.encode(ask)
+            caller.feeds[self._request] = self
+            self._entry, self._peer = entry, outlet.peer
+            outlet.peer.send(self._lane, envelope)
+            return len(envelope)
+
+        ask.seq = window.sent + 1
+        envelope = encoder.encode(ask)
+        caller.fits(envelope, ref, kind)
+        if window.take(len(envelope)):
+            transmit(window.sent)
+        else:
+            room = PendingRoom(caller.loop, ref.owner, entry, kind, deadline, trace)
+            await caller.room(outlet, self._lane, window, room, transmit, True)
         return self
 
     async def __aexit__(

@@ -1,0 +1,75 @@
+"""Finds the incarnation that a message goes to: the one that is registered now, or, for an ask that may be repeated, the next one too."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dockyard_actors.runtime.directory import Entry
+from dockyard_actors.runtime.errors import (
+    ActorError,
+    AskTimeout,
+    MailboxFull,
+    PeerDied,
+    StaleIncarnation,
+    UnknownName,
+)
+from dockyard_actors.runtime.message import Message
+
+if TYPE_CHECKING:
+    from dockyard_actors.runtime.caller import Caller
+    from dockyard_actors.runtime.ref import Ref
+
+log = logging.getLogger("dockyard.runtime.caller")
+
+
+async def resolve(caller: Caller, ref: Ref, deadline: float) -> Entry:
+    """The living incarnation that ``ref`` means. Asks the registry when this process's replica knows none: it may be a moment behind.
+    Raises UnknownName, PeerDied, StaleIncarnation."""
+    directory = caller.system.directory
+    known = directory.entries.get(ref.name) or await caller.system.lookup(ref.name, deadline)
+    if known is None:
+        raise UnknownName(f"{ref.owner} asked for {ref.name!r}, which is not registered; ask(retry=True) waits for it")
+    if not known.alive:
+        raise PeerDied(f"{ref.name}#{known.incarnation} is dead ({known.cause}) and has not been restarted yet")
+    return _meant(ref, known)
+
+
+async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, trace: int) -> msgspec.Raw:
+    """Asks until the deadline, over any number of incarnations, always under one request id."""
+    system = caller.system
+    request = caller.next_id()
+    kind = type(msg).__name__
+    after = 0
+    last: ActorError | None = None
+    while True:
+        entry = system.directory.alive(ref.name)
+        if entry is None or entry.incarnation <= after:
+            with caller.waiting(ref.owner, ref.name, kind, "start", deadline):
+                try:
+                    entry = await system.directory.wait_alive(ref.name, after, deadline)
+                except TimeoutError:
+                    state = f"its next incarnation (after #{after})" if after else "it to be registered"
+                    raise AskTimeout(
+                        f"{ref.owner} asked {ref.name} for {kind} and waited for {state} in vain"
+                    ) from last
+        _meant(ref, entry)
+        attempt = min(deadline, caller.loop.time() + system.config.retry_every_s)
+        try:
+            return await caller.ask_entry(entry, ref.owner, msg, attempt, trace=trace, repeat=(request, deadline))
+        except PeerDied as error:
+            last, after = error, entry.incarnation
+            log.info("%s: %s; asking the next incarnation", kind, error)
+        except (AskTimeout, MailboxFull) as error:
+            if caller.loop.time() >= deadline:
+                raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from (
+                    last or error
+                )
+
+
+def _meant(ref: Ref, entry: Entry) -> Entry:
+    if ref.incarnation is not None and ref.incarnation != entry.incarnation:
+        raise StaleIncarnation(f"{ref.owner} asked {ref}, but {ref.name} is at incarnation {entry.incarnation}")
+    return entry
