@@ -1,4 +1,4 @@
-"""Raw ZMQ sockets on the event loop: ports that pack everything sent to a peer in one tick into one frame.
+"""Raw ZMQ sockets on the event loop: ports that send a lone envelope at once and pack what comes thick into frames.
 
 Order is kept for each peer and lane; nothing is dropped silently (full pipes queue, vanished peers are reported). A peer
 must say a valid hello before its envelopes count. Opening, binding and securing sockets is `control.py`'s business.
@@ -30,6 +30,9 @@ from dockyard_actors.transport.base import (
 
 _LENGTH = struct.Struct("<I")
 _DATA, _HELLO, _REFUSAL = b"D", b"H", b"R"  # first byte of every frame
+# plain numbers: an enum costs as much as the call that it is passed to
+_EVENTS, _RCVMORE, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -80,14 +83,15 @@ class Owner(Protocol):
 
 
 class _Port:
-    """One raw socket on the loop. The descriptor is edge-triggered, so EVENTS is looked at again after every send and read."""
+    """One raw socket on the loop. The descriptor is edge-triggered, and any send or read may swallow the edge: whoever touched the
+    socket looks at EVENTS afterwards (`kick` sees to it) and goes on as long as there is something to do."""
 
     def __init__(self, transport: Owner, socket: zmq.Socket[bytes], lane: Lane) -> None:
         self.transport, self.socket, self.lane = transport, socket, lane
         self.loop = asyncio.get_running_loop()
         self.paused = self.closed = self._kicked = False
         self._fd = int(socket.getsockopt(zmq.FD))
-        self.loop.add_reader(self._fd, self._tick)
+        self.loop.add_reader(self._fd, self._work, _POLLIN)
 
     def kick(self) -> None:
         if not self._kicked and not self.closed:
@@ -103,22 +107,35 @@ class _Port:
     def flush(self) -> None:
         raise NotImplementedError
 
-    def receive(self, frames: list[bytes]) -> None:
+    def read(self) -> None:
+        """Takes one frame from the socket; zmq.Again when there is none."""
         raise NotImplementedError
 
     def _tick(self) -> None:
         self._kicked = False
+        self._work(0)
+
+    def _work(self, events: int) -> None:
+        """``events``: POLLIN when the descriptor says that something happened, which mostly is a frame; 0 to look first."""
         if self.closed:
             return
+        get = self.socket.get
         try:
             self.flush()
-            if not self.paused:
-                self._drain()
-            if self.closed:
-                return
-            self.flush()  # replies made while reading leave in this very tick
-            events = int(self.socket.getsockopt(zmq.EVENTS))
-            if (events & zmq.POLLIN and not self.paused) or (events & zmq.POLLOUT and self.wants_room):
+            if not events or self.paused:
+                events = int(get(_EVENTS))
+            for most in (
+                1,
+                self.transport.config.drain_frames,
+            ):  # mostly there is one: seen cheaper than by an empty read
+                if not events & _POLLIN or self.paused:
+                    break
+                self._drain(most)
+                if self.closed:
+                    return
+                self.flush()  # replies made while reading leave in this very tick
+                events = int(get(_EVENTS))
+            if (events & _POLLIN and not self.paused) or (events & _POLLOUT and self.wants_room):
                 self.kick()
         except Exception as error:  # the boundary of the transport: the receiver ends the process with this cause
             self.transport.receiver.on_fault(error)
@@ -127,16 +144,14 @@ class _Port:
     def wants_room(self) -> bool:
         return False
 
-    def _drain(self) -> None:
-        recv = self.socket.recv_multipart
-        for _ in range(self.transport.config.drain_frames):
-            try:
-                frames = recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self.receive(frames)
-            if self.closed or self.paused:
-                return
+    def _drain(self, most: int) -> None:
+        try:
+            for _ in range(most):
+                self.read()
+                if self.closed or self.paused:
+                    return
+        except zmq.Again:
+            return
 
     def deliver(self, peer: Peer, frame: bytes) -> None:
         on_envelope, lane = self.transport.receiver.on_envelope, self.lane
@@ -148,34 +163,69 @@ class _Port:
 
 
 class Outbox:
-    """Envelopes for one peer, packed into frames in order. ``frames`` holds what the socket did not take yet."""
+    """Envelopes for one peer, in order. ``frames`` holds what the socket did not take yet.
 
-    __slots__ = ("config", "envelopes", "frames", "size")
+    A lone envelope leaves at once, as does a full frame; the rest of a tick leaves packed at its end.
+    """
+
+    __slots__ = ("_lone", "_sparse", "config", "envelopes", "frames", "size")
 
     def __init__(self, config: ControlConfig) -> None:
         self.config = config
         self.envelopes: list[bytes] = []
         self.frames: deque[tuple[bytes, int]] = deque()
         self.size = 0
+        self._sparse = True  # the last tick had one envelope at most: the next one has no company to wait for
+        self._lone = False  # the first of this tick went alone
 
-    def add(self, envelope: bytes) -> None:
-        if len(envelope) > self.config.max_frame_bytes - 64:
+    def add(self, envelope: bytes) -> bool:
+        """Whether there are frames now that should be sent at once."""
+        size = len(envelope)
+        if size > self.config.max_frame_bytes - 64:
             raise TransportError(
-                f"an envelope of {len(envelope)} bytes exceeds max_frame_bytes={self.config.max_frame_bytes}: "
+                f"an envelope of {size} bytes exceeds max_frame_bytes={self.config.max_frame_bytes}: "
                 "tensors and other bulk go over the data plane"
             )
-        if self.envelopes and self.size + len(envelope) + 4 * len(self.envelopes) > self.config.max_frame_bytes - 64:
-            self.seal()  # what is there and this one do not fit into one frame
-        self.size += len(envelope)
-        self.envelopes.append(envelope)
-        if self.size >= self.config.frame_bytes or len(self.envelopes) >= self.config.frame_envelopes:
-            self.seal()
+        if self._sparse and not self._lone and not self.envelopes and not self.frames:
+            self._lone = True
+            self.frames.append((_DATA + _LENGTH.pack(size) + envelope, 1))
+            return True
+        envelopes = self.envelopes
+        full = False
+        if envelopes and self.size + size + 4 * len(envelopes) > self.config.max_frame_bytes - 64:
+            full = self.seal()  # what is there and this one do not fit into one frame
+        self.size += size
+        envelopes = self.envelopes
+        envelopes.append(envelope)
+        if self.size >= self.config.frame_bytes or len(envelopes) >= self.config.frame_envelopes:
+            full = self.seal()
+        return full
 
-    def seal(self) -> None:
-        if self.envelopes:
-            self.frames.append((pack(self.envelopes), len(self.envelopes)))
-            self.envelopes = []
-            self.size = 0
+    def seal(self) -> bool:
+        """Closes the frame, if there is one; says whether there was."""
+        if not self.envelopes:
+            return False
+        self._sparse = False
+        self.frames.append((pack(self.envelopes), len(self.envelopes)))
+        self.envelopes = []
+        self.size = 0
+        return True
+
+    def end_tick(self) -> None:
+        """Closes the last frame, and learns how thick the envelopes come."""
+        count = len(self.envelopes) + self._lone
+        if count:
+            self.seal()
+            self._sparse = count == 1
+            self._lone = False
+
+    def clear(self) -> int:
+        """Forgets everything; returns how many envelopes that was."""
+        lost = self.waiting()
+        self.envelopes = []
+        self.frames.clear()
+        self.size = 0
+        return lost
 
     def waiting(self) -> int:
         return len(self.envelopes) + sum(count for _, count in self.frames)
@@ -191,9 +241,12 @@ class RouterPeer:
         self.outbox = Outbox(port.transport.config)
 
     def send(self, lane: Lane, envelope: bytes) -> None:
-        self.outbox.add(envelope)
-        self.port.dirty[self.identity] = self
-        self.port.kick()
+        port = self.port
+        now = self.outbox.add(envelope)
+        port.dirty[self.identity] = self
+        if now and not port.closed:
+            port.push(self)
+        port.kick()
 
 
 class RouterPort(_Port):
@@ -203,11 +256,17 @@ class RouterPort(_Port):
         self.dirty: dict[bytes, RouterPeer] = {}
         self._retry: asyncio.TimerHandle | None = None
 
-    def receive(self, frames: list[bytes]) -> None:
-        if len(frames) != 2 or not frames[1]:
-            self.transport.bad_frame("stranger", f"{len(frames)} parts where 2 are expected")
+    def read(self) -> None:
+        socket = self.socket
+        identity = socket.recv(_NOBLOCK)
+        frame = socket.recv(_NOBLOCK)
+        if socket.get(_RCVMORE) or not frame:
+            parts = 2
+            while socket.get(_RCVMORE):
+                socket.recv(_NOBLOCK)
+                parts += 1
+            self.transport.bad_frame("stranger", f"{parts} parts where 2 are expected" if frame else "an empty frame")
             return
-        identity, frame = frames
         peer = self.peers.get(identity)
         kind = frame[:1]
         if kind == _DATA and peer is not None:
@@ -245,27 +304,30 @@ class RouterPort(_Port):
             self.dirty.pop(identity, None)
 
     def flush(self) -> None:
-        if not self.dirty:
-            return
-        send = self.socket.send_multipart
-        for identity, peer in list(self.dirty.items()):
-            peer.outbox.seal()
-            frames = peer.outbox.frames
-            try:
-                while frames:
-                    send([identity, frames[0][0]], zmq.NOBLOCK)
-                    frames.popleft()
-            except zmq.Again:  # its pipe is full
-                if self._retry is None:
-                    self._retry = self.loop.call_later(self.transport.config.retry_s, self._again)
-                continue
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                lost = peer.outbox.waiting()
-                frames.clear()
-                self.transport.receiver.on_undeliverable(peer, self.lane, lost, "the peer is gone")
-            del self.dirty[identity]
+        if self.dirty:
+            for peer in list(self.dirty.values()):
+                peer.outbox.end_tick()
+                if self.push(peer):
+                    del self.dirty[peer.identity]
+
+    def push(self, peer: RouterPeer) -> bool:
+        """Sends the peer's frames; False when its pipe is full, which is tried again later."""
+        send, frames = self.socket.send, peer.outbox.frames
+        try:
+            while frames:
+                send(peer.identity, _NOBLOCK | _SNDMORE)
+                send(frames[0][0], _NOBLOCK)
+                frames.popleft()
+        except zmq.Again:
+            if self._retry is None:
+                self._retry = self.loop.call_later(self.transport.config.retry_s, self._again)
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            lost = peer.outbox.clear()
+            self.transport.receiver.on_undeliverable(peer, self.lane, lost, "the peer is gone")
+        return True
 
     def _again(self) -> None:
         self._retry = None
@@ -287,8 +349,8 @@ class DealerPort(_Port):
     def wants_room(self) -> bool:
         return bool(self.outbox.frames)
 
-    def receive(self, frames: list[bytes]) -> None:
-        frame = frames[0] if len(frames) == 1 else b""
+    def read(self) -> None:
+        frame = self.socket.recv(_NOBLOCK)
         if frame[:1] == _DATA:
             self.deliver(self.link, frame)
         elif frame[:1] == _REFUSAL:
@@ -297,14 +359,17 @@ class DealerPort(_Port):
             self.transport.bad_frame(str(self.link.address), "unknown kind of frame in a reply")
 
     def flush(self) -> None:
-        outbox = self.outbox
-        outbox.seal()
+        self.outbox.end_tick()
+        self.push()
+
+    def push(self) -> None:
+        frames = self.outbox.frames
         try:
-            while outbox.frames:
-                self.socket.send(outbox.frames[0][0], zmq.NOBLOCK)
-                outbox.frames.popleft()
+            while frames:
+                self.socket.send(frames[0][0], _NOBLOCK)
+                frames.popleft()
         except zmq.Again:
-            return  # the tick looks for POLLOUT
+            return  # `_work` looks for POLLOUT
 
 
 class Link:
@@ -324,7 +389,8 @@ class Link:
                 self.transport.receiver.on_undeliverable(self, lane, 1, "the connection was closed")
                 return
             port = self.ports[lane] = self.transport.dial(self, lane)
-        port.outbox.add(envelope)
+        if port.outbox.add(envelope):
+            port.push()
         port.kick()
 
     def flush(self) -> None:
