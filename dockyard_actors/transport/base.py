@@ -140,7 +140,7 @@ class ControlConfig:
     allow_plain_loopback: bool = False  # tcp without CURVE, loopback only: for tests and debugging
     max_frame_bytes: int = 16 << 20  # MAXMSGSIZE; bulk data has its own plane
     frame_bytes: int = 1 << 20  # a packed frame closes at this size
-    frame_envelopes: int = 256  # ... or at this many envelopes
+    frame_envelopes: int = 32  # ... or at this many envelopes: the peer begins while the rest is still being made
     hwm_frames: int = (
         1000  # per peer and direction; what does not fit stays queued in the sender, whose windows bound it
     )
