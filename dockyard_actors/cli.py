@@ -85,6 +85,12 @@ def parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--rollouts", action="store_true", help="the newest readable samples")
     inspect.add_argument("--json", action="store_true", help="as JSON")
+    watch = commands.add_parser(
+        "top", help="what a running run does now: longest waits, queues, handlers, dead letters"
+    )
+    watch.add_argument("run", metavar="RUN", help="run directory")
+    watch.add_argument("--once", action="store_true", help="one look instead of one a second")
+    watch.add_argument("--json", action="store_true", help="one JSON object a look")
     evaluate = commands.add_parser("eval", help="pass@1 of a checkpoint, at T=1 and greedy, through the same executor")
     evaluate.add_argument(
         "checkpoint",
@@ -139,6 +145,8 @@ def _dispatch(args: argparse.Namespace) -> int:
             return _resume(Path(args.run))
         case "inspect":
             return _inspect_idle(args) if args.idle else _inspect(args)
+        case "top":
+            return _top(args)
         case "eval":
             return _eval(args)
     parser().print_help()
@@ -296,6 +304,22 @@ def _inspect(args: argparse.Namespace) -> int:
         render_rollouts(path, Console())
     else:
         render_inspection(report, Console())
+    return OK
+
+
+def _top(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from rich.console import Console
+
+    from dockyard_actors.observe.rundir import RunDir
+    from dockyard_actors.observe.top import NotRunning, watch
+
+    try:
+        asyncio.run(watch(RunDir(args.run).path, Console(), once=args.once, as_lines=args.json))
+    except NotRunning as end:
+        print(end, file=sys.stderr if args.once or args.json else sys.stdout)
+        return FAILED if args.once else OK
     return OK
 
 

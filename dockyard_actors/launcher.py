@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import uvloop
 from rich.console import Console
@@ -24,6 +25,7 @@ from dockyard_actors.config import Config, from_resolved, resolved
 from dockyard_actors.observe.live import LiveView, Snapshot, final_report
 from dockyard_actors.observe.logs import setup_logging
 from dockyard_actors.observe.rundir import RunDir
+from dockyard_actors.observe.top import RUNTIME, Runtime
 from dockyard_actors.report import snapshot_of, summarise
 from dockyard_actors.roles.build import name_of
 from dockyard_actors.roles.main import RUN_DESK
@@ -126,7 +128,10 @@ class Run:
         async with NodeAgent(settings) as agent:
             server = FdServer(agent.runtime_dir)
             await server.start()
+            runtime = self.run_dir.path / RUNTIME
             try:
+                where = Runtime(agent.rendezvous, str(agent.key_file))
+                self.run_dir.write_text(RUNTIME, msgspec.json.encode(where).decode())
                 await agent.system.start(RunDesk(self._run_is(server)), RUN_DESK)
                 for role in self.roles:
                     for index in range(processes_of(role, self.config)):
@@ -140,6 +145,7 @@ class Run:
                 restarts = {p.name: p.restarts for p in agent.processes()}
                 await self._stop(agent, hurry=self.signals > 1)
             finally:
+                runtime.unlink(missing_ok=True)
                 await server.close()
         summary, examples = summarise(self.config, self.run_dir, outcome, cause, self.status, restarts, self._wall_s())
         name = "inspect" if summary.status == "completed" else "resume"
