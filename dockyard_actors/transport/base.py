@@ -148,6 +148,8 @@ class ControlConfig:
     linger_s: float = 0.2  # at close, time for the last frames to leave; 0 would drop a final reply
     retry_s: float = 0.005  # a peer whose pipe is full is tried again after this (ROUTER cannot tell when it has room)
     reconnect_s: float = 0.05  # first try of a lost connection; ZMQ's default of 0.1 is felt at every restart
+    heartbeat_s: float = 2.0  # over tcp, how often ZMQ asks whether the other end is there
+    heartbeat_timeout_s: float = 6.0  # ... and after how much silence it dials anew: half-open connections say nothing
     handshake_s: float = 5.0  # strangers who connect and say nothing are cut after this (ZMQ's default is 30)
 
 

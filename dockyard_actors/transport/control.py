@@ -109,7 +109,7 @@ class ZmqControl:
         return True
 
     def _router(self, lane: Lane, endpoint: str, curve: bool) -> str:
-        socket = self._socket(zmq.ROUTER)
+        socket = self._socket(zmq.ROUTER, endpoint)
         socket.router_mandatory = 1
         socket.router_handover = 1  # a peer that reconnects keeps its identity
         if curve:
@@ -131,12 +131,16 @@ class ZmqControl:
             self._context = zmq.Context()
         return self._context
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         socket = self._ctx().socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = self.config.hwm_frames
         socket.maxmsgsize = self.config.max_frame_bytes
         socket.handshake_ivl = int(self.config.handshake_s * 1000)
+        if endpoint.startswith("tcp://"):  # a host that vanished says nothing; ZMQ's own thread answers, so a busy loop is no silence
+            socket.heartbeat_ivl = int(self.config.heartbeat_s * 1000)
+            socket.heartbeat_timeout = socket.heartbeat_ttl = int(self.config.heartbeat_timeout_s * 1000)
+            socket.tcp_keepalive = 1
         return socket
 
     # ------------------------------------------------------------------ peers
@@ -163,7 +167,7 @@ class ZmqControl:
         endpoint = link.address.endpoint(lane, self.address.host)
         host = endpoint.removeprefix("tcp://").rpartition(":")[0] if endpoint.startswith("tcp://") else ""
         curve = bool(host) and self._needs_curve(host, "connect to")
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, endpoint)
         # Random, not the public uid: a stranger must not take it over. One a socket: a ROUTER knows one peer by one id.
         socket.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(15))
         socket.reconnect_ivl = int(self.config.reconnect_s * 1000)
