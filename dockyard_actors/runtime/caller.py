@@ -269,10 +269,12 @@ class Caller:
         else:
             pending.settle(reply.body)
 
-    def on_item(self, item: wire.Item) -> None:
+    def on_item(self, peer: Peer, lane: Lane, item: wire.Item) -> None:
         feed = self.feeds.get(item.id)
         if feed is None:
             self.system.counts.late_replies += 1
+            if item.dst:
+                peer.send(lane, encoder.encode(wire.Cancel(item.id, item.dst)))
         else:
             feed.item(item)
 

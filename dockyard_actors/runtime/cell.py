@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.actor import Actor, ActorContext, Handler
 from dockyard_actors.runtime.deliveries import Delivery, Event
+from dockyard_actors.runtime.directory import REGISTRY
 from dockyard_actors.runtime.mailbox import Remembered
 from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.scope import fresh
@@ -48,7 +49,7 @@ class Cell:
         self.open = False  # its `on_start` is done: messages are served
         self.stopping = False
         self.service: Service | None = None
-        self._owned: set[asyncio.Task[Any]] | None = None
+        self._owned: dict[asyncio.Task[Any], None] | None = None  # in the order in which they are cancelled
         actor.ctx = ActorContext(system, name, incarnation, self)
 
     # ------------------------------------------------------------------ life
@@ -61,8 +62,8 @@ class Cell:
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         task = self.system.loop.create_task(work, name=f"{self.name}/{name}", context=fresh())
         if self._owned is None:
-            self._owned = set()
-        self._owned.add(task)
+            self._owned = {}
+        self._owned[task] = None
         task.add_done_callback(self._owned_done)
         return task
 
@@ -95,7 +96,7 @@ class Cell:
 
     def _owned_done(self, task: asyncio.Task[Any]) -> None:
         assert self._owned is not None
-        self._owned.discard(task)
+        self._owned.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
             self.system.crash(task.exception(), f"task {task.get_name()} of actor {self.name}")
 
@@ -108,7 +109,13 @@ class Cell:
     def offer(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, size: int) -> None:
         """A message for this incarnation. size: bytes of its envelope."""
         service = self.service or self.serving()
-        account = (service.accounts.get(peer) or service.account(peer))[lane]
+        accounts = service.accounts.get(peer)
+        if accounts is None:
+            if peer.uid in self.system.gone and self.name != REGISTRY:  # it lives all the same; the registry tells it
+                self.system.counts.fenced += 1
+                return
+            accounts = service.account(peer)
+        account = accounts[lane]
         if account[2] >= message.seq > 0:
             self.system.counts.repeated += 1  # the network brought it again, or behind a later one
             return

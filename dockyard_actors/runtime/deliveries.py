@@ -83,9 +83,18 @@ class StreamCredit:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> None:
-        """Waits for room; the stream's task is cancelled when its reader is gone or its deadline passes."""
-        while self.left <= 0:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    async def take(self, patience_s: float) -> bool:
+        """Waits for room; false when there is none for so long. The stream's task is cancelled when its reader is gone or its deadline
+        passes."""
+        if self.left <= 0:
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = loop.call_later(patience_s, lambda: waiter.done() or waiter.set_result(None))
+            try:
+                await waiter
+            finally:
+                timer.cancel()
+        if self.left <= 0:
+            return False
         self.left -= 1
+        return True

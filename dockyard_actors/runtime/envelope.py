@@ -88,8 +88,9 @@ class Item(msgspec.Struct, tag=9, array_like=True, gc=False):
     """One item of a stream; its `Reply` at the end says how many there were."""
 
     id: int
-    number: int  # from 0
+    number: int  # from 0; NO_ITEM: only asks whether somebody still reads
     body: msgspec.Raw
+    dst: str = ""  # of NO_ITEM: the actor that asks
 
 
 class More(msgspec.Struct, tag=10, array_like=True, gc=False):
@@ -117,6 +118,8 @@ class Level(msgspec.Struct, tag=12, array_like=True, gc=False):
 
 
 Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel | Item | More | Probe | Level
+
+NO_ITEM = -1
 
 RAISED = "raised"  # the handler raised
 TYPED = "typed"  # ... a WireError, which the asker may know by its name

@@ -64,7 +64,7 @@ class Reception:
         elif isinstance(message, wire.Reply):
             self.system.caller.on_reply(message)
         elif isinstance(message, wire.Item):
-            self.system.caller.on_item(message)
+            self.system.caller.on_item(peer, lane, message)
         elif isinstance(message, wire.Credit):
             self.system.caller.on_credit(peer, lane, message)
         elif isinstance(message, wire.Fail):

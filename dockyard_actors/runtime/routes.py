@@ -12,6 +12,7 @@ from dockyard_actors.runtime.errors import (
     ActorError,
     AskTimeout,
     MailboxFull,
+    OutcomeUnknown,
     PeerDied,
     StaleIncarnation,
     UnknownName,
@@ -44,6 +45,7 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
     kind = type(msg).__name__
     after = 0
     last: ActorError | None = None
+    maybe = False  # it was sent and may have been handled
     while True:
         entry = system.directory.alive(ref.name)
         if entry is None or entry.incarnation <= after:
@@ -55,18 +57,23 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
                     raise AskTimeout(
                         f"{ref.owner} asked {ref.name} for {kind} and waited for {state} in vain"
                     ) from last
-        _meant(ref, entry)
+        try:
+            _meant(ref, entry)
+        except StaleIncarnation as error:
+            if maybe:
+                raise OutcomeUnknown(f"{error} by now; #{ref.incarnation} may have handled it") from last
+            raise
         attempt = min(deadline, caller.loop.time() + system.config.retry_every_s)
         try:
             return await caller.ask_entry(entry, ref.owner, msg, attempt, trace=trace, repeat=(request, deadline))
         except PeerDied as error:
             last, after = error, entry.incarnation
+            maybe = maybe or isinstance(error, OutcomeUnknown)
             log.info("%s: %s; asking the next incarnation", kind, error)
         except (AskTimeout, MailboxFull) as error:
+            last, maybe = error, maybe or isinstance(error, AskTimeout)
             if caller.loop.time() >= deadline:
-                raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from (
-                    last or error
-                )
+                raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from error
 
 
 def _meant(ref: Ref, entry: Entry) -> Entry:

@@ -303,9 +303,13 @@ class Service:
         running.credit = credit = StreamCredit(message.credit)
         items = getattr(self.cell.actor, item.handler.method)(decoded)
         number = 0
+        still_read = wire.Item(message.id, wire.NO_ITEM, wire.raw(None), self.cell.name)
         try:
             async for value in items:
-                await credit.take()
+                while not await credit.take(
+                    self.system.config.probe_s
+                ):  # it may have left, and its word of it was lost
+                    item.peer.send(item.lane, encoder.encode(still_read))
                 item.peer.send(item.lane, encoder.encode(wire.Item(message.id, number, wire.raw(value))))
                 number += 1
         finally:

@@ -21,6 +21,7 @@ class Counts(msgspec.Struct):
     expired: int = 0  # asks dropped or handlers cancelled because the asker had given up
     deduplicated: int = 0  # repeated asks answered without running the handler again
     repeated: int = 0  # messages that the network brought twice or out of order
+    fenced: int = 0  # messages of processes that were declared dead before they came
     late_replies: int = 0  # replies whose asker had given up
     handler_errors: int = 0
     malformed: int = 0  # envelopes that did not decode
@@ -93,6 +94,7 @@ class SystemStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     expired: int
     deduplicated: int
     repeated: int
+    fenced: int
     late_replies: int
     handler_errors: int
     malformed: int

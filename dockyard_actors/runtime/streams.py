@@ -110,7 +110,7 @@ class Streaming(Generic[I]):
     # ------------------------------------------------------------------ what the caller brings
 
     def item(self, item: wire.Item) -> None:
-        if self._end is not None:
+        if self._end is not None or item.number == wire.NO_ITEM:
             return
         if item.number != self._received:
             self._finish(StreamBroken(f"{self.describe()}: item {item.number} came where {self._received} was due"))

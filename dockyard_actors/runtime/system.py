@@ -86,7 +86,7 @@ class ActorSystem:
         self.on_update: Callable[[DirectoryUpdate], None] | None = None  # the node agent listens here
         self._is_agent = is_agent
         self.cells: dict[str, Cell] = {}
-        self._watchers: dict[str, set[Cell]] = {}
+        self._watchers: dict[str, dict[Cell, None]] = {}  # by name, in the order in which they are told
         self._full: set[Service] = set()
         self._dead_letters: deque[DeadLetter] = deque(maxlen=DEAD_LETTERS)
         self._own_dir: Path | None = None
@@ -218,6 +218,8 @@ class ActorSystem:
         self.cells.pop(cell.name, None)
         cell.abandon()
         self.former.pop(cell.name, None)
+        for watchers in self._watchers.values():
+            watchers.pop(cell, None)
         if cell.name != REGISTRY and self._joined and not self._closing:  # at close one Leave stands for all names
             message = Unregister(name=cell.name, incarnation=cell.incarnation, cause=cause, uid=self.config.uid)
             try:
@@ -232,7 +234,7 @@ class ActorSystem:
         return Ref(self.caller, name, owner or self.config.name, incarnation)
 
     def watch(self, name: str, cell: Cell) -> None:
-        self._watchers.setdefault(name, set()).add(cell)
+        self._watchers.setdefault(name, {})[cell] = None
         entry = self.directory.entries.get(name)
         if entry is not None:
             self._tell_watcher(cell, entry)

@@ -166,7 +166,7 @@ async def test_a_missing_item_is_noticed(pair) -> None:
     _, away, _ = pair
     drop = iter([False, True])
     take = away.caller.on_item
-    away.caller.on_item = lambda item: None if next(drop, False) else take(item)
+    away.caller.on_item = lambda peer, lane, item: None if next(drop, False) else take(peer, lane, item)
     async with away.ref("printer").stream(Lines(count=9)) as lines:
         await anext(lines)
         with pytest.raises(StreamBroken, match="item 2 came where 1 was due"):
