@@ -20,8 +20,7 @@ from dockyard_actors.roles.journal import read_journal
 from dockyard_actors.roles.ledger import Event, recount
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.message import Message, R
-from dockyard_actors.runtime.system import ActorSystem
-from dockyard_actors.runtime.testing import Faults, World, run
+from dockyard_actors.runtime.testing import Faults, Process, World, run
 from dockyard_actors.tasks.types import TaskSet
 from dockyard_actors.transport.plane import LocalPlane
 from tests.roles.world import assert_journal_is_the_ledger, config_of, meta_of, tasks_of
@@ -33,6 +32,7 @@ SOUND, ROUGH = Faults(), Faults(loss=0.05, duplicate=0.1, delay=(0.001, 0.05))
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("dockyard_actors.roles.controller.reward_png", lambda run_dir: None)  # takes real time
+    monkeypatch.setattr("os.fsync", lambda fd: None)  # as well; a killed process's writes need none
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -144,7 +144,7 @@ async def whole_run(world: World, disk: Disk, deaths: int, seed: int) -> Control
     alive: dict[str, Actor] = {}
 
     def starting(name: str):
-        async def build(system: ActorSystem) -> None:
+        async def build(process: Process) -> None:
             match name:
                 case "controller":
                     actor: Actor = Controller(disk.config, disk.tasks, disk.run_dir, "session-1")
@@ -154,7 +154,7 @@ async def whole_run(world: World, disk: Disk, deaths: int, seed: int) -> Control
                     actor = ScriptedTrainer(disk, random.Random(rng.random()))
                 case _:
                     actor = ScriptedRollout(disk, random.Random(rng.random()))
-            await system.start(actor, name)
+            await process.system.start(actor, name)
             alive[name] = actor
 
         return build

@@ -2,18 +2,21 @@
 
 def test_it() -> None:
     async def main() -> None:
-        world = World(seed=1, faults=Faults(loss=0.1))
-        ...
+        async with World(seed=1, faults=Faults(loss=0.1)) as world:
+            server = await world.start("server", build)  # async def build(process): await process.system.start(MyActor(), "it")
+            ...
+            await world.restart(server)
     run(main())
 """
 
 from dockyard_actors.runtime.testing.clock import Deadlock, VirtualLoop, run
 from dockyard_actors.runtime.testing.history import History, Operation, Violation
-from dockyard_actors.runtime.testing.network import Faults, SimNetwork, SimTransport
+from dockyard_actors.runtime.testing.network import Event, Faults, SimNetwork, SimTransport
 from dockyard_actors.runtime.testing.world import Process, World
 
 __all__ = [
     "Deadlock",
+    "Event",
     "Faults",
     "History",
     "Operation",

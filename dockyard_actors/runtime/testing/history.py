@@ -1,103 +1,186 @@
-"""What happened in a simulation, and what must hold in any: at most once, in order, by a deadline, and errors that mean what they say."""
+"""What happened in a simulation, and what must hold in any: at most once, in order, by a deadline, and errors that mean what they say.
+
+Actors and clients write down what they do; the check knows the runtime's promises and nothing of how it keeps them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
+from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.errors import (
-    ActorError,
+    AskTimeout,
     MailboxFull,
     OutcomeUnknown,
     PeerDied,
+    StreamBroken,
+    SystemClosed,
     TooLarge,
     UnknownName,
 )
+from dockyard_actors.runtime.testing.network import SimTransport
+from dockyard_actors.runtime.testing.world import Process, World
 
 NOTHING_HANDLED = (PeerDied, MailboxFull, UnknownName, TooLarge)  # OutcomeUnknown apart
+EXPECTED = (
+    AskTimeout,
+    MailboxFull,
+    PeerDied,
+    UnknownName,
+    StreamBroken,
+    SystemClosed,
+)  # what faults of network and processes may lead to
 SLACK_S = 0.02  # an answer may be seen so long after its deadline: the slots of `deadlines`
+SHOWN = 20
+
+Kind = Literal["ask", "retry", "tell"]
 
 
 class Violation(AssertionError):
     """A promise of the runtime did not hold. The text names it, and every event that belongs to it."""
 
 
+class Handling(NamedTuple):
+    """A handler ran. instance: counts the actor instances of a history; incarnation: the number it had then."""
+
+    instance: int
+    incarnation: int
+    uid: str  # of its process
+    when: float
+
+
 @dataclass
 class Operation:
-    """One ask or tell. handled: (incarnation, time) of every time that a handler ran for it."""
+    """One ask or tell. lane: messages of one lane keep their order; within: the operation whose handler did this one."""
 
     number: int
-    sender: str
+    uid: str  # of the process that did it
     receiver: str
-    kind: str  # "ask", "retry" or "tell"
+    kind: Kind
+    lane: str
     started: float
     deadline: float
+    within: int = -1
     ended: float | None = None
-    reply: int | None = None  # the incarnation that replied
-    error: ActorError | None = None
-    handled: list[tuple[int, float]] = field(default_factory=list)
+    instance: int | None = None  # the one that replied
+    error: BaseException | None = None
+    handled: list[Handling] = field(default_factory=list)
 
     def __str__(self) -> str:
-        end = "not ended" if self.ended is None else f"{self.ended:.4f}"
-        outcome = repr(self.error) if self.error is not None else f"reply of #{self.reply}"
-        handled = ", ".join(f"#{incarnation} at {when:.4f}" for incarnation, when in self.handled) or "never"
-        return f"{self.kind} {self.number} of {self.sender} to {self.receiver} at {self.started:.4f}, end {end}: {outcome}; handled {handled}"
+        end = "not ended" if self.ended is None else f"ended {self.ended:.4f}"
+        outcome = repr(self.error) if self.error is not None else f"reply of instance {self.instance}"
+        handled = ", ".join(
+            f"#{h.incarnation} (instance {h.instance} in {h.uid}) at {h.when:.4f}" for h in self.handled
+        )
+        within = f" within {self.within}" if self.within >= 0 else ""
+        return (
+            f"{self.kind} {self.number}{within} ({self.lane}) of {self.uid} to {self.receiver} at {self.started:.4f}, "
+            f"deadline {self.deadline:.4f}, {end}: {outcome}; handled: {handled or 'never'}"
+        )
 
 
 class History:
-    """Actors and clients of a simulation write into it; `check` reads it."""
+    """Actors and clients of a simulation write into it; `check` reads it. in_order: the network kept the order of each connection."""
 
     def __init__(self, in_order: bool = True) -> None:
         self.operations: list[Operation] = []
-        self.in_order = in_order  # the network kept the order of each connection
-        self._order: dict[tuple[str, str, int], int] = {}  # sender, receiver, incarnation → last number handled
+        self.in_order = in_order
+        self.notes: list[str] = []  # what was done to the world, with its time
+        self.watched: list[str] = []  # what watchers were told
         self.violations: list[str] = []
+        self._instances: dict[Actor, int] = {}
+        self._order: dict[tuple[str, str, int, str], int] = {}  # sender, receiver, instance, lane → last number handled
 
-    def begin(self, sender: str, receiver: str, kind: str, deadline_s: float) -> Operation:
-        now = asyncio.get_running_loop().time()
-        operation = Operation(len(self.operations), sender, receiver, kind, now, now + deadline_s)
+    # ------------------------------------------------------------------ written
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"{_now():.4f} {text}")
+
+    def begin(
+        self, uid: str, receiver: str, kind: Kind, deadline_s: float, lane: str = "user", within: int = -1
+    ) -> Operation:
+        now = _now()
+        operation = Operation(len(self.operations), uid, receiver, kind, lane, now, now + deadline_s, within)
         self.operations.append(operation)
         return operation
 
-    def end(self, operation: Operation, reply: int | None = None, error: ActorError | None = None) -> None:
-        operation.ended = asyncio.get_running_loop().time()
-        operation.reply, operation.error = reply, error
+    def end(self, operation: Operation, instance: int | None = None, error: BaseException | None = None) -> None:
+        operation.ended = _now()
+        operation.instance, operation.error = instance, error
 
-    def handle(self, number: int, receiver: str, incarnation: int) -> None:
-        """A handler runs for this operation."""
-        operation = self.operations[number]
-        operation.handled.append((incarnation, asyncio.get_running_loop().time()))
-        if operation.receiver != receiver:
-            self.violations.append(f"handled by {receiver}: {operation}")
+    def handle(self, number: int, actor: Actor) -> int:
+        """A handler of ``actor`` runs for this operation. Returns the number of the instance, which is to be in its reply."""
+        operation, context, now = self.operations[number], actor.ctx, _now()
+        instance = self._instances.setdefault(actor, len(self._instances))
+        operation.handled.append(Handling(instance, context.incarnation, context.system.config.uid, now))
+        if operation.receiver != context.name:
+            self.violations.append(f"handled by {context.name}: {operation}")
         if operation.kind != "retry":  # one that is sent again comes behind what was sent meanwhile
-            key = (operation.sender, receiver, incarnation)
+            key = (operation.uid, context.name, instance, operation.lane)
             if self.in_order and self._order.get(key, -1) > number:
                 self.violations.append(f"out of order, {self._order[key]} came before: {operation}")
             self._order[key] = number
+        transport = context.system.transport
+        if isinstance(transport, SimTransport):
+            told = transport.forgotten.get(operation.uid)
+            if told is not None and operation.started > told:
+                self.violations.append(
+                    f"handled by {transport.config.uid}, which knew since {told:.4f} that its sender is dead: {operation}"
+                )
+        return instance
 
-    def check(self) -> None:
-        """Raises Violation with everything that went wrong."""
+    # ------------------------------------------------------------------ checked
+
+    def check(self, world: World) -> None:
+        """Raises Violation with everything that went wrong, and what had been done to the world."""
         found = list(self.violations)
         for operation in self.operations:
-            found += [f"{text}: {operation}" for text in self._wrong(operation)]
+            found += [f"{text}: {operation}" for text in self._wrong(operation, world)]
+        for process in world.all.values():
+            cause = process.stop.cause if process.stop is not None else None
+            if cause is not None and "declared" not in str(cause):  # this process dead, which is how it may end
+                found.append(f"{process} crashed: {cause!r}")
         if found:
-            raise Violation(f"{len(found)} violations:\n" + "\n".join(found[:20]))
+            raise Violation("\n".join([f"{len(found)} violations:", *found[:SHOWN], "after", *self.notes[-SHOWN:]]))
 
-    def _wrong(self, operation: Operation) -> list[str]:
+    def _wrong(self, operation: Operation, world: World) -> list[str]:
         wrong: list[str] = []
-        incarnations = [incarnation for incarnation, _ in operation.handled]
+        handled, error = operation.handled, operation.error
+        instances = [handling.instance for handling in handled]
         if operation.kind == "retry":
-            if len(set(incarnations)) < len(incarnations):
+            if len(set(instances)) < len(instances):
                 wrong.append("handled more than once in one incarnation")
-        elif len(incarnations) > 1:
+        elif len(instances) > 1:
             wrong.append("handled more than once")
-        if operation.ended is None:
-            wrong.append("never ended")
-        elif operation.ended > operation.deadline + SLACK_S:
-            wrong.append("ended after its deadline")
-        if operation.reply is not None and operation.reply not in incarnations:
+        wrong += self._wrong_end(operation, world.all[operation.uid])
+        if operation.instance is not None and operation.instance not in instances:
             wrong.append("answered by an incarnation that did not handle it")
-        nothing = isinstance(operation.error, NOTHING_HANDLED) and not isinstance(operation.error, OutcomeUnknown)
-        if nothing and incarnations and operation.kind != "retry":
+        if isinstance(error, NOTHING_HANDLED) and not isinstance(error, OutcomeUnknown) and handled:
             wrong.append("handled, and its error says that it was not")
+        if error is not None and not isinstance(error, EXPECTED):
+            wrong.append("ended with an error that no fault of the network or of a process leads to")
+        for handling in handled:
+            process = world.all[handling.uid]
+            if process.told_at is not None and handling.when > process.told_at and process.stop and process.stop.cause:
+                wrong.append(f"handled by {process}, which was told at {process.told_at:.4f} that it is dead")
         return wrong
+
+    def _wrong_end(self, operation: Operation, process: Process) -> list[str]:
+        ended, deadline = operation.ended, operation.deadline
+        if ended is None:
+            return [] if not process.alive else ["never ended"]
+        latest = deadline
+        for start, end in process.held:  # it sees its deadlines when it goes on
+            if start <= latest + SLACK_S:
+                latest = max(latest, end)
+        if ended > latest + SLACK_S:
+            return ["ended after its deadline"]
+        if isinstance(operation.error, SystemClosed) and process.told_at is None:
+            return ["ended because its process ends, which it does not"]
+        return []
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

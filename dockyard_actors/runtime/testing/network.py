@@ -7,13 +7,16 @@ knows as little about them as a wire does.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from dockyard_actors.transport.base import Address, ControlConfig, Lane, Peer, Receiver
 
 _APART_S = 1e-7  # two envelopes of one connection: timers of one and the same time have no order
+Fate = Literal["sent", "lost", "cut", "nobody", "fenced", "dead", "arrived"]
 
 
 @dataclass(frozen=True)
@@ -26,28 +29,55 @@ class Faults:
     disorder: bool = False
 
 
+@dataclass(frozen=True)
+class Event:
+    """What became of an envelope. when: simulated seconds; source and target: uids (target empty when nobody listens there)."""
+
+    when: float
+    fate: Fate
+    source: str
+    target: str
+    lane: Lane
+    envelope: bytes
+
+
 class SimNetwork:
-    """Made once a simulation; `open` is what an ActorSystem takes as its ``transport``."""
+    """Made once a simulation; `open` is what an ActorSystem takes as its ``transport``. ``faults`` may be changed at any time."""
 
     def __init__(self, seed: int, faults: Faults | None = None) -> None:
         self.random = random.Random(f"network {seed}")
         self.faults = faults or Faults()
-        self.log: Callable[[str], None] = lambda text: None
-        self.carried = self.lost = self.repeated = 0
+        self.on_event: Callable[[Event], None] | None = None
+        self.lost = self.repeated = 0
         self._places: dict[str, SimTransport] = {}  # by address prefix
-        self._cut: set[tuple[str, str]] = set()  # (from, to): uids between which nothing arrives
+        self._cut: dict[tuple[str, str], bool] = {}  # (from, to): uids between which nothing arrives; true: not now
+        self._kept: list[tuple[Way, Lane, bytes, Callable[[], None]]] = []  # arrives when that is over
+        self._resets: dict[tuple[str, str], float] = {}  # what was sent before is lost
+        self._context = contextvars.copy_context()  # no process's own: what is on its way does not stop with its sender
 
     def open(self, config: ControlConfig, receiver: Receiver) -> SimTransport:
         return SimTransport(self, config, receiver)
 
-    def cut(self, source: str, target: str, *, both: bool = True) -> None:
-        """Nothing from process ``source`` (a uid) reaches ``target`` any more; with ``both`` nor the other way."""
-        self._cut.add((source, target))
-        if both:
-            self._cut.add((target, source))
+    # ------------------------------------------------------------------ faults
+
+    def cut(self, source: str, target: str, *, both: bool = True, keeps: bool = False) -> None:
+        """Nothing from process ``source`` (a uid) reaches ``target`` until `heal`; with ``both`` nor the other way.
+
+        What would arrive meanwhile is lost, as with a connection that breaks, or with ``keeps`` arrives then, as with TCP that tries
+        again and again."""
+        for way in ((source, target), (target, source))[: 1 + both]:
+            self._cut[way] = keeps
 
     def heal(self) -> None:
         self._cut.clear()
+        kept, self._kept = self._kept, []
+        for way, lane, envelope, deliver in kept:
+            self._arrive(way, lane, envelope, deliver, float("inf"))
+
+    def reset(self, one: str, other: str) -> None:
+        """The connections between two processes break and are there again at once: what was on its way is lost."""
+        now = asyncio.get_running_loop().time()
+        self._resets[one, other] = self._resets[other, one] = now
 
     def crash(self, uid: str) -> None:
         """The process says nothing any more and hears nothing."""
@@ -55,6 +85,8 @@ class SimNetwork:
             if place.config.uid == uid:
                 place.dead = True
                 del self._places[prefix]
+
+    # ------------------------------------------------------------------ places and ways
 
     def place(self, prefix: str) -> SimTransport | None:
         return self._places.get(prefix)
@@ -68,8 +100,8 @@ class SimNetwork:
         if self._places.get(place.address.ipc) is place:
             del self._places[place.address.ipc]
 
-    def carry(self, way: Way, arrive: Callable[[], None]) -> None:
-        """One envelope on its way; ``arrive`` is called zero times, once or twice."""
+    def carry(self, way: Way, lane: Lane, envelope: bytes, deliver: Callable[[], None]) -> None:
+        """One envelope on its way; ``deliver`` is called zero times, once or twice."""
         faults, rng = self.faults, self.random
         times = 1
         if rng.random() < faults.loss:
@@ -78,31 +110,39 @@ class SimNetwork:
         elif rng.random() < faults.duplicate:
             self.repeated += 1
             times = 2
+        self._note("sent" if times else "lost", way, lane, envelope)
         loop = asyncio.get_running_loop()
         for _ in range(times):
             when = loop.time() + rng.uniform(*faults.delay)
             if not faults.disorder:
                 when = way.last = max(way.last + _APART_S, when)
-            way.number += 1
-            loop.call_at(when, self._arrive, way, arrive)
+            loop.call_at(when, self._arrive, way, lane, envelope, deliver, loop.time(), context=self._context)
 
-    def _arrive(self, way: Way, arrive: Callable[[], None]) -> None:
-        if (way.source, way.target()) in self._cut:
+    def _arrive(self, way: Way, lane: Lane, envelope: bytes, deliver: Callable[[], None], sent: float) -> None:
+        ends = (way.source, way.target())
+        keeps = self._cut.get(ends)
+        if keeps:
+            self._kept.append((way, lane, envelope, deliver))
+        elif keeps is not None or sent <= self._resets.get(ends, -1.0):
             self.lost += 1
-            return
-        self.carried += 1
-        arrive()
+            self._note("cut", way, lane, envelope)
+        else:
+            deliver()
+
+    def _note(self, fate: Fate, way: Way, lane: Lane, envelope: bytes) -> None:
+        if self.on_event is not None:
+            now = asyncio.get_running_loop().time()
+            self.on_event(Event(now, fate, way.source, way.target(), lane, envelope))
 
 
 class Way:
     """One direction of one lane of one connection. target: the uid there at this moment."""
 
-    __slots__ = ("last", "number", "source", "target")
+    __slots__ = ("last", "source", "target")
 
     def __init__(self, source: str, target: Callable[[], str]) -> None:
         self.source, self.target = source, target
         self.last = 0.0
-        self.number = 0
 
 
 class SimTransport:
@@ -112,11 +152,14 @@ class SimTransport:
         self.network, self.config, self.receiver = network, config, receiver
         self.address = Address(host="simulated", ipc=config.ipc_prefix)
         self.dead = False
-        self.held = False  # the process is stopped: what arrives waits
+        self.forgotten: dict[str, float] = {}  # uid → when this process was told that it is dead
+        self._held = False
         self._links: dict[Address, SimLink] = {}
+        self._ends: set[_End] = set()  # of connections that were made to us
         self._paused = [False for _ in Lane]
         self._waiting: list[tuple[Lane, bool, Callable[[], None]]] = []  # lane, request, what to do
-        self._fenced: set[str] = set()
+        self._draining = False
+        self._context = contextvars.copy_context()  # of the process that opens it: what arrives is handled in it
 
     async def start(self) -> None:
         self.network.register(self)
@@ -133,32 +176,43 @@ class SimTransport:
             self._links.pop(peer.address, None)
 
     def forget(self, uid: str) -> None:
-        self._fenced.add(uid)
+        """As a ROUTER: what still comes over its connections is dropped, and answers still leave. Who dials anew is a new connection."""
+        self.forgotten.setdefault(uid, asyncio.get_running_loop().time())
+        for end in [end for end in self._ends if end.uid == uid]:
+            end.forgotten = True
+            self._ends.discard(end)
 
     def pause(self, lane: Lane, paused: bool) -> None:
         self._paused[lane] = paused
         self._go_on()
 
     def hold(self, held: bool) -> None:
-        """Stops the process's ears (its loop is held), and opens them again."""
-        self.held = held
+        """What arrives waits, as for a process that is stopped; or does not wait any more."""
+        self._held = held
         self._go_on()
 
-    def take(self, lane: Lane, source: str, request: bool, deliver: Callable[[], None]) -> None:
+    def opened(self, end: _End) -> None:
+        self._ends.add(end)
+
+    def take(self, lane: Lane, request: bool, deliver: Callable[[], None]) -> None:
         """Something has arrived."""
-        if self.dead or (request and source in self._fenced):
-            return
-        if self.held or (request and self._paused[lane]) or any(w[:2] == (lane, request) for w in self._waiting):
+        if self._held or (request and self._paused[lane]) or any(w[:2] == (lane, request) for w in self._waiting):
             self._waiting.append((lane, request, deliver))
         else:
-            deliver()
+            self._context.run(deliver)
 
     def _go_on(self) -> None:
+        if self._waiting and not self._draining:
+            self._draining = True
+            asyncio.get_running_loop().call_soon(self._drain, context=self._context)
+
+    def _drain(self) -> None:
+        self._draining = False
         waiting, self._waiting = self._waiting, []
         for lane, request, deliver in waiting:
             if self.dead:
                 return
-            if self.held or (request and self._paused[lane]):
+            if self._held or (request and self._paused[lane]):  # what was delivered may have filled a mailbox again
                 self._waiting.append((lane, request, deliver))
             else:
                 deliver()
@@ -192,23 +246,24 @@ class SimLink:
             return
         if self.owner.dead:
             return
-        data = bytes(envelope)
+        network, way, data = self.owner.network, self._ways[lane], bytes(envelope)
 
-        def arrive() -> None:
-            place = self.owner.network.place(self.address.ipc)
-            if place is None:
-                return  # nobody listens: it waits in the sender's queue, for whoever is never told
+        def deliver() -> None:
+            place = network.place(self.address.ipc)
+            if place is None:  # nobody listens: it waits in the sender's queue, for whoever is never told
+                network._note("nobody", way, lane, data)
+                return
             end = self._ends.get(place.config.uid)
             if end is None:
                 end = self._ends[place.config.uid] = _End(self, place)
-            place.take(
-                lane,
-                self.owner.config.uid,
-                True,
-                lambda: place.receiver.on_envelope(end, lane, memoryview(data)),
-            )
+                place.opened(end)
+            if end.forgotten:
+                network._note("fenced", way, lane, data)
+                return
+            network._note("arrived", way, lane, data)
+            place.take(lane, True, lambda: end.receive(lane, data))
 
-        self.owner.network.carry(self._ways[lane], arrive)
+        network.carry(way, lane, data, deliver)
 
 
 class _End:
@@ -217,16 +272,24 @@ class _End:
     def __init__(self, link: SimLink, place: SimTransport) -> None:
         self.link, self.place = link, place
         self.uid = link.owner.config.uid
+        self.forgotten = False
         self._ways = [Way(place.config.uid, lambda: self.uid) for _ in Lane]
+
+    def receive(self, lane: Lane, envelope: bytes) -> None:
+        if not self.forgotten:
+            self.place.receiver.on_envelope(self, lane, memoryview(envelope))
 
     def send(self, lane: Lane, envelope: bytes) -> None:
         if self.place.dead:
             return
-        data = bytes(envelope)
+        network, way, data = self.place.network, self._ways[lane], bytes(envelope)
 
-        def arrive() -> None:
+        def deliver() -> None:
             owner = self.link.owner
-            if not self.link.closed:
-                owner.take(lane, self.uid, False, lambda: owner.receiver.on_envelope(self.link, lane, memoryview(data)))
+            if owner.dead or self.link.closed:
+                network._note("dead", way, lane, data)
+                return
+            network._note("arrived", way, lane, data)
+            owner.take(lane, False, lambda: owner.receiver.on_envelope(self.link, lane, memoryview(data)))
 
-        self.place.network.carry(self._ways[lane], arrive)
+        network.carry(way, lane, data, deliver)
