@@ -23,6 +23,7 @@ class SystemConfig:
     tcp_bind: str = ""  # "tcp://HOST:PORT" to be reachable from other hosts (a concrete address; port 0: any)
     key_file: Path | None = None  # the run's keys; every process of the run reads the same file
     allow_plain_loopback: bool = False
+    handshake_s: float = 5.0  # strangers at the tcp port who say nothing are cut after this
     max_frame_bytes: int = 16 << 20  # a control message larger than this is bulk, which has its own plane
 
     mailbox_capacity: int = 1024  # messages an actor's lane holds; beyond it, reading stops and senders stay queued
@@ -62,4 +63,5 @@ class SystemConfig:
             keys=keys,
             allow_plain_loopback=self.allow_plain_loopback,
             max_frame_bytes=self.max_frame_bytes,
+            handshake_s=self.handshake_s,
         )
