@@ -1,4 +1,4 @@
-"""Faults that the runtime is proven against, each in real processes unless it says "simulated" (tests/runtime/test_simulation.py).
+"""Faults that the runtime is proven against, each in real processes unless it says "simulated" (tests/runtime/test_simulation*.py).
 
 | fault | test |
 |---|---|
@@ -29,5 +29,6 @@
 | disk full | tests/faults/runtime/test_limits.py::test_a_process_that_cannot_start_for_want_of_disk_says_so_and_leaves_nothing |
 | EMFILE | tests/faults/runtime/test_limits.py::test_a_process_without_descriptors_answers_whom_it_knows_and_takes_newcomers_when_it_has_some |
 | EMFILE at start | tests/faults/runtime/test_limits.py::test_a_system_that_finds_no_descriptor_says_so |
-| wall clock jump, simulated | tests/runtime/test_simulation.py::test_the_wall_clock_may_jump |
+| wall clock jump, simulated | tests/runtime/test_simulation_scenarios.py::test_the_wall_clock_may_jump |
+| zombie that wakes up, simulated | tests/runtime/test_simulation_scenarios.py::test_a_process_declared_dead_while_it_was_stopped_cannot_act_when_it_wakes_up |
 """
