@@ -124,10 +124,8 @@ class _Port:
             self.flush()
             if not events or self.paused:
                 events = int(get(_EVENTS))
-            for most in (
-                1,
-                self.transport.config.drain_frames,
-            ):  # mostly there is one: seen cheaper than by an empty read
+            # mostly there is one frame: EVENTS says so cheaper than an empty read would
+            for most in (1, self.transport.config.drain_frames):
                 if not events & _POLLIN or self.paused:
                     break
                 self._drain(most)
@@ -427,5 +425,5 @@ class Loopback:
         try:
             for lane, envelope in batch:
                 self.transport.receiver.on_envelope(self.other, lane, memoryview(envelope))
-        except Exception as error:  # as in _Port._tick
+        except Exception as error:  # as in _Port._work
             self.transport.receiver.on_fault(error)
