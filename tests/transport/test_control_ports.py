@@ -12,7 +12,7 @@ import pytest
 from dockyard_actors.transport.base import ControlConfig, Lane
 from dockyard_actors.transport.control import ZmqControl
 from dockyard_actors.transport.control_ports import Link, Outbox, unpack
-from tests.transport.test_control import WAIT_S, Inbox, on_uvloop, opened
+from tests.transport.test_control import WAIT_S, Inbox, eventually, on_uvloop, opened
 
 DULL_S = 0.005  # a send looks at its socket's commands again when so much time has passed since it last did: about 1 ms
 
