@@ -291,6 +291,8 @@ class Membership:
             claim = Claim(uid=uid, entries=part, gone=gone, children=children, last=at + _CLAIMS >= len(known))
             reply = await system.ref(REGISTRY).ask(claim, deadline_s=system.config.registry_s)
             if isinstance(reply, Refused):
+                if not reply.fenced:
+                    raise RegistryDown(f"the registry that let this process in is gone again: {reply.reason}")
                 self._end(f"the registry refuses what this process holds: {reply.reason}")
                 return False
             gone, children = {}, ()

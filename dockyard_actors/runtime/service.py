@@ -139,6 +139,9 @@ class Service:
             r for r in self.running.values() if r.item.peer.uid == uid and type(r.item.message) is wire.Ask
         ]:
             running.cancel("its asker died")
+        for item in (*self.user.items, *self.control.items):
+            if type(item) is Delivery and item.peer.uid == uid and type(item.message) is wire.Ask:
+                self._cancelled.add(item.key)
         for peer in [peer for peer in self.accounts if peer.uid == uid]:
             del self.accounts[peer]
 

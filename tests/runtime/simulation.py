@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 from dockyard_actors.runtime.actor import Actor, Birth, Death, concurrent, control
@@ -16,7 +16,7 @@ from dockyard_actors.runtime.deliveries import Delivery
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.message import Message, Stream
 from dockyard_actors.runtime.scope import current
-from dockyard_actors.runtime.testing import Event, Faults, History, Process, Violation, World, run
+from dockyard_actors.runtime.testing import Event, Faults, History, Operation, Process, Violation, World, run
 
 SOUND = Faults()
 SOME = Faults(loss=0.03, duplicate=0.05)
@@ -135,7 +135,7 @@ class Watcher(Actor):
         self.told[name] = (incarnation, lives)
 
 
-async def finish(history: History, operation: Any, work: Any) -> None:
+async def finish(history: History, operation: Operation, work: Awaitable[Any]) -> None:
     """Awaits an ask or a tell and writes down how it ended."""
     try:
         history.end(operation, await work)
@@ -157,7 +157,7 @@ async def one(
     *,
     wait: bool = True,
     pinned: bool = False,
-) -> None:
+) -> Operation:
     """One operation, from its beginning to its end."""
     operation = history.begin(process.uid, receiver, kind, limit, LANES[msg])
     message = msg(number=operation.number, takes_s=takes_s)
@@ -168,6 +168,7 @@ async def one(
     else:
         asking = ref.ask(message, deadline_s=limit, retry=kind == "retry", wait=wait)
         await finish(history, operation, asking)
+    return operation
 
 
 async def read(process: Process, history: History, receiver: str, takes_s: float, leave_at: int) -> None:
@@ -261,8 +262,10 @@ async def chaos(world: World, history: History, rng: random.Random, rounds: int,
                 names = [name for name in process.system.cells if name in NAMES]
                 if names:
                     changing = process.spawn(change_actor(process, history, names[0]), "change an actor")
-                    await asyncio.wait([changing])
-                    if changing.exception() is not None:
+                    await asyncio.wait(
+                        [changing], timeout=60.0
+                    )  # its process may end meanwhile, and the change with it
+                    if not changing.done() or changing.exception() is not None:
                         await world.kill(process)
             case _:
                 await world.kill_registry()
@@ -316,9 +319,9 @@ async def recovered(world: World, history: History) -> None:
     for process in world.processes.values():
         for name in NAMES:
             for msg in (Do, Now):
-                await one(process, history, name, "ask", msg, 0.0, 5.0)
-                if history.operations[-1].instance is None:
-                    found.append(f"asking does not work again: {history.operations[-1]}")
+                operation = await one(process, history, name, "ask", msg, 0.0, 5.0)
+                if operation.instance is None:
+                    found.append(f"asking does not work again: {operation}")
 
 
 def simulated(
@@ -333,7 +336,7 @@ def simulated(
     log: list[Event] | None = None,
 ) -> History:
     """One history, checked. registry: its process may die as well. in_order: check the order, whatever the network does to it."""
-    history = History(in_order=not faults.disorder if in_order is None else in_order)
+    history = History(not faults.disorder if in_order is None else in_order, once=not faults.duplicate)
 
     def serving(*names: str):
         async def build(process: Process) -> None:
