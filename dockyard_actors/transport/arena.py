@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import struct
@@ -23,9 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dockyard_actors.transport.leases import LeaseTable, own_start, process_start
 from dockyard_actors.transport.tensors import DataPlaneError, MalformedRef, StaleRef, TornBlock
 
-MAGIC = 0x4459_4152_454E_4131
+MAGIC = 0x4459_4152_454E_4132
 WORDS = 8  # 64-bit words per record: one cache line for the header, one for each block
 _MAGIC, _BLOCKS, _BLOCK_BYTES, _DATA_BYTES, _PID, _FLAGS, _EXTRA = range(7)
 _GENERATION, _STATE, _HOLDER, _HOLDER_START, _NBYTES, _CHECKSUM, _CHANGED_NS, _TAG = range(8)
@@ -38,7 +38,7 @@ class State(enum.IntEnum):
     FREE = 0
     WRITING = 1
     READY = 2
-    DRAINING = 3  # released, but the releasing process (the holder) still has views of it
+    DRAINING = 3  # released: free as soon as no living reader has views of it
     TORN = 4  # its producer died while writing
 
 
@@ -68,21 +68,6 @@ class ArenaFds:
                 os.close(fd)
 
 
-def process_start(pid: int) -> int:
-    """Clock ticks between boot and the start of the process, which tells it from a later one with its pid; 0 = none such."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            after_name = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if after_name[0] in "ZX" else int(after_name[19])  # a zombie holds nothing
-
-
-@functools.lru_cache(maxsize=2)
-def _own_start(pid: int) -> int:
-    return process_start(pid)  # by pid, so that a forked child looks anew
-
-
 # A POSIX record lock belongs to the process: it does not keep threads apart, and closing *any* descriptor of the file drops it.
 # So this lock surrounds both every critical section and every close of a control page.
 _PROCESS = threading.Lock()
@@ -91,8 +76,9 @@ _PROCESS = threading.Lock()
 class ControlPage:
     """Header and block records in the ctl memfd. 64-bit words, each written with one store.
 
-    Who writes what: the producer moves FREE → WRITING → READY of its own blocks; any process that holds a ref moves
-    READY → FREE or DRAINING, under the lock; the server sets flags and marks TORN, under the lock. Takes the descriptor over.
+    Who writes what: the producer alone moves FREE → WRITING → READY and DRAINING → FREE of its own blocks; any process that
+    holds a ref moves READY → DRAINING, under the lock; the server sets flags and marks TORN, under the lock; each reader writes
+    its own row of `leases`. Takes the descriptor over.
     """
 
     def __init__(self, ctl_fd: int, lock_wait_s: float) -> None:
@@ -108,11 +94,12 @@ class ControlPage:
         self.data_bytes = self._words[_DATA_BYTES]
         self.producer_pid = self._words[_PID]
         self.extra = self._words[_EXTRA]
+        self.leases = LeaseTable(memoryview(self._map), (1 + self.blocks) * WORDS * 8, self.blocks)
 
     @staticmethod
     def bytes_for(blocks: int) -> int:
         """Size of the ctl memfd in bytes."""
-        return (1 + blocks) * WORDS * 8
+        return (1 + blocks) * WORDS * 8 + LeaseTable.bytes_for(blocks)
 
     @staticmethod
     def format(ctl_fd: int, blocks: int, block_bytes: int, data_bytes: int, producer_pid: int, extra: int) -> None:
@@ -124,6 +111,8 @@ class ControlPage:
         """Idempotent."""
         with _PROCESS:
             if self._fd >= 0:
+                if hasattr(self, "leases"):
+                    self.leases.close()
                 self._words.release()
                 self._map.close()
                 os.close(self._fd)
@@ -183,7 +172,7 @@ class ControlPage:
         return self._words[(1 + block) * WORDS + _TAG]
 
     def holder_alive(self, block: int) -> bool:
-        """Whether the process that writes or drains the block still lives."""
+        """Whether the process that writes the block still lives."""
         at = (1 + block) * WORDS
         return process_start(self._words[at + _HOLDER]) == self._words[at + _HOLDER_START]
 
@@ -191,8 +180,8 @@ class ControlPage:
         return self._words[(1 + block) * WORDS + _HOLDER]
 
     def is_free(self, block: int) -> bool:
-        """Asked by the producer. Takes back what only a dead process's views kept: only its holder ends DRAINING."""
-        if self.state(block) is State.DRAINING and not self.holder_alive(block):
+        """Asked by the producer, who alone ends DRAINING: so no two processes can both free a block."""
+        if self.state(block) is State.DRAINING and not self.leases.readers(block):
             self.set_state(block, State.FREE)
         return self.state(block) is State.FREE
 
@@ -201,10 +190,12 @@ class ControlPage:
         return (time.monotonic_ns() - self._words[(1 + block) * WORDS + _CHANGED_NS]) / 1e9
 
     def counts(self) -> dict[State, int]:
-        """Blocks by state."""
+        """Blocks by state; DRAINING are those with living readers, FREE what the producer would get."""
         counts = dict.fromkeys(State, 0)
         for block in range(self.blocks):
-            counts[self.state(block)] += 1
+            state = self.state(block)
+            drained = state is State.DRAINING and not self.leases.readers(block)
+            counts[State.FREE if drained else state] += 1
         return counts
 
     def set_tag(self, block: int, tag: int) -> None:
@@ -219,7 +210,7 @@ class ControlPage:
         words[at + _STATE] = State.WRITING
         words[at + _GENERATION] = generation
         words[at + _HOLDER] = os.getpid()
-        words[at + _HOLDER_START] = _own_start(os.getpid())
+        words[at + _HOLDER_START] = own_start(os.getpid())
         words[at + _TAG] = tag
         words[at + _CHANGED_NS] = time.monotonic_ns()
         return generation
@@ -237,18 +228,15 @@ class ControlPage:
     def set_state(self, block: int, state: State) -> None:
         """A transition whose caller made sure that nobody else can make one."""
         at = (1 + block) * WORDS
-        if state is State.DRAINING:
-            self._words[at + _HOLDER] = os.getpid()
-            self._words[at + _HOLDER_START] = _own_start(os.getpid())
         self._words[at + _CHANGED_NS] = time.monotonic_ns()
         self._words[at + _STATE] = state
 
-    def let_go(self, block: int, generation: int, to: State) -> bool:
-        """READY → FREE or DRAINING, once per generation whoever asks. True when this call did it."""
+    def let_go(self, block: int, generation: int) -> bool:
+        """READY → DRAINING, once per generation whoever asks. True when this call did it."""
         with self.locked():
             if self.generation(block) != generation or self.state(block) is not State.READY:
                 return False
-            self.set_state(block, to)
+            self.set_state(block, State.DRAINING)
             return True
 
     def set_flag(self, flag: int) -> None:

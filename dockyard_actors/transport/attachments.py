@@ -1,6 +1,6 @@
 """A process's read-only hold on the arenas of others: views of blocks, their end, and the release of what they showed.
 
-It promises that a block is not freed under a live view of this process, that whoever releases the last block of a dead producer's
+It promises that a block is not freed under a live view of this process whoever releases it, that whoever releases the last block of a dead producer's
 arena has the server drop it, and that memory returns: an arena that its server dropped is let go at the next look.
 """
 
@@ -35,14 +35,13 @@ _ENDED: deque[_Lease] = (
 class _Lease:
     """How many live views this process has of one generation of one block."""
 
-    __slots__ = ("attachment", "block", "generation", "live", "released")
+    __slots__ = ("attachment", "block", "generation", "live")
 
     def __init__(self, attachment: Attachment, block: int, generation: int) -> None:
         self.attachment = attachment
         self.block = block
         self.generation = generation
         self.live = 0
-        self.released = False
 
 
 class _Span:
@@ -70,7 +69,7 @@ def _gate() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Finish what ended views left to do: free the blocks that were only waiting for them."""
+    """Finish what ended views left to do: end this process's lease of their blocks."""
     while _ENDED and _GATE.acquire(blocking=False):  # whoever holds the gate settles when leaving it
         try:
             while _ENDED:
@@ -94,29 +93,31 @@ class Attachment:
             fds.close()
             raise
         self._leases: dict[tuple[int, int], _Lease] = {}
+        self._row = -1  # ours in the page's lease table, claimed with the first view
         self._memory: np.ndarray | None = None
         self._closing = False
 
     def view(self, block: int, generation: int, nbytes: int) -> np.ndarray:
-        """uint8 (nbytes,), read-only, of the block's start. Bounds are the caller's to check."""
+        """uint8 (nbytes,), read-only, of the block's start. The caller checks bounds before, and afterwards that the block is
+        still readable: only then does its producer have to respect the view."""
         with _gate():
             memory = self._mapped()
+            if self._row < 0:
+                with self.page.locked():
+                    self._row = self.page.leases.claim()
             lease = self._leases.setdefault((block, generation), _Lease(self, block, generation))
             lease.live += 1
+            self.page.leases.set(self._row, block, True)  # leaving the gate is the fence before the caller's look
             address = memory.ctypes.data + block * self.page.block_bytes
             span = _Span(address, nbytes, memory, lease)
         return np.asarray(span)
 
     def release(self, block: int, generation: int) -> bool:
-        """Free the block, or leave it DRAINING until this process's last view of it died. True when this call did it."""
+        """Give the block back, to be reused once no living process has views of it. True when this call did it."""
         with _gate():
             if self.page.closed or not 0 <= block < self.page.blocks:
                 return False
-            lease = self._leases.get((block, generation))
-            done = self.page.let_go(block, generation, State.DRAINING if lease else State.FREE)
-            if done and lease:
-                lease.released = True
-            elif done:
+            if done := self.page.let_go(block, generation):
                 self._ring()
             return done
 
@@ -161,10 +162,10 @@ class Attachment:
     def _ended(self, lease: _Lease) -> None:
         """The gate is held. The last view of a block died."""
         del self._leases[(lease.block, lease.generation)]
-        if lease.released:
-            # DRAINING belongs to this process alone, so no lock: nobody else moves it while we live.
-            self.page.set_state(lease.block, State.FREE)
-            self._ring()
+        if not any(block == lease.block for block, _ in self._leases):
+            self.page.leases.set(self._row, lease.block, False)
+            if self.page.state(lease.block) is not State.READY:
+                self._ring()  # its producer may be waiting for us
         if self._closing and not self._leases:
             self._close_now()
 
@@ -172,6 +173,8 @@ class Attachment:
         os.eventfd_write(self._fds.bell, 1)
 
     def _close_now(self) -> None:
+        if self._row >= 0:
+            self.page.leases.give_up(self._row)
         self._memory = None  # the mapping goes with its last reference
         self.page.close()
         self._fds.close()

@@ -75,7 +75,7 @@ class PlaneStats:
     free: int
     writing: int
     ready: int
-    draining: int  # released, but a view of it is still alive in the releasing process
+    draining: int  # released, but a view of it is still alive in some process
     live_views: int  # blocks this process holds views of
     attached: int  # arenas of other producers that this process has open
     waiting: int  # allocations that wait for a block now

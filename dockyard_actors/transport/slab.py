@@ -115,8 +115,8 @@ class SlabPlane(Backpressure):
         )
 
     def release(self, ref: TensorRef) -> bool:
-        """Free the block for its producer; with views of it alive in this process, once the last of them died (until then
-        the block is counted as draining). True when this call did it; a repeated or late one does nothing."""
+        """Free the block for its producer; with views of it alive in any process, once the last of them or its process died
+        (until then the block is counted as draining). True when this call did it; a repeated or late one does nothing."""
         self._check_host(ref)
         return self._attachments.release(ref.arena, ref.fd_path, ref.block, ref.generation)
 
@@ -186,7 +186,8 @@ class SlabPlane(Backpressure):
         counts = page.counts()
         busy = [f"{counts[state]} {state.name.lower()}" for state in State if counts[state]]
         oldest = max((page.age_s(b) for b in range(page.blocks) if page.state(b) is State.READY), default=0.0)
-        drainers = sorted({page.holder(b) for b in range(page.blocks) if page.state(b) is State.DRAINING})
+        draining = (block for block in range(page.blocks) if page.state(block) is State.DRAINING)
+        drainers = sorted({pid for block in draining for pid in page.leases.readers(block)})
         held_by = f" (draining: views still alive in process {', '.join(map(str, drainers))})" if drainers else ""
         return (
             f"{page.blocks} blocks of arena {self._arena().name}: {', '.join(busy)}{held_by}, oldest ready {oldest:.3g} s; "

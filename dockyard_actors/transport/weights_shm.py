@@ -149,7 +149,9 @@ class WeightPublisher:
         """
         for slot in range(SLOTS):
             if self._page.tag(slot) == version:
-                return self._page.let_go(slot, self._page.generation(slot), State.FREE)
+                if done := self._page.let_go(slot, self._page.generation(slot)):
+                    self._page.set_state(slot, State.FREE)
+                return done
         return False
 
     def held(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import pytest
 
 from dockyard_actors.transport.arena import ArenaLocked
 from dockyard_actors.transport.fdserver import FdConfig, FdServer
+from dockyard_actors.transport.leases import READERS, TooManyReaders
 from dockyard_actors.transport.plane import StaleRef, TensorRef, TornBlock
 from dockyard_actors.transport.slab import SlabConfig, SlabPlane
 from tests.transport.slab_peer import ANSWER_S, BLOCK, FIELDS, Peer, content, same, serving, wait_until
@@ -126,6 +127,41 @@ def test_a_reader_killed_between_release_and_the_end_of_its_views_gives_the_bloc
     assert plane.try_alloc(FIELDS) is not None
 
 
+def test_a_block_that_another_process_released_stays_under_a_readers_views_until_they_or_it_end(
+    plane: SlabPlane, start: Callable[[], Peer]
+) -> None:
+    staying, dying, releasing = start(), start(), start()
+    refs = [produce(plane, seed) for seed in range(4)]
+    for ref in refs:
+        for reader in (staying, dying):
+            reader("get", ref=msgspec.to_builtins(ref))
+        assert releasing("release", ref=msgspec.to_builtins(ref))
+    assert plane.try_alloc(FIELDS) is None
+    dying.kill()
+    assert plane.try_alloc(FIELDS) is None  # the other one still looks
+    assert f"views still alive in process {staying.pid})" in plane._why_full()
+    staying("forget")
+    assert plane.stats().free == 4
+    assert plane.try_alloc(FIELDS) is not None
+
+
+def test_rows_of_dead_readers_are_taken_over(plane: SlabPlane, start: Callable[[], Peer]) -> None:
+    ref = produce(plane, 1)
+    page = plane._attachments.attach(ref.arena, ref.fd_path).page
+    dead = start()
+    dead("get", ref=msgspec.to_builtins(ref))
+    assert page.leases.readers(ref.block) == [dead.pid]
+    dead.kill()
+    assert page.leases.readers(ref.block) == []
+    with page.locked():
+        rows = [page.leases.claim() for _ in range(READERS)]
+        assert len(set(rows)) == READERS
+        with pytest.raises(TooManyReaders, match=f"{READERS} readers"):
+            page.leases.claim()
+        for row in rows:
+            page.leases.give_up(row)
+
+
 def test_only_one_of_many_processes_releases_a_block(plane: SlabPlane, start: Callable[[], Peer]) -> None:
     peers = [start() for _ in range(3)]
     for seed in range(40):
@@ -157,7 +193,7 @@ async def test_a_bell_that_was_never_rung_costs_one_recheck(plane: SlabPlane) ->
     await asyncio.sleep(0)
     own = plane._own
     assert own is not None
-    own.page.let_go(refs[0].block, refs[0].generation, own.page.state(3).FREE)  # as by a releaser killed before it rang
+    own.page.let_go(refs[0].block, refs[0].generation)  # as by a releaser killed before it rang
     (await waiting).abort()
 
 
