@@ -246,8 +246,8 @@ class Caller:
         """Somebody still waits: asks what the receiver has, because what a lost connection took with it gives no credit back."""
         window.probing = any(not room.future.done() for room in window.waiters) and not self.closed
         if window.probing and self._by_peer.get(outlet.peer) is outlet:
-            window.probe()
-            outlet.peer.send(lane, encoder.encode(wire.Probe(entry.name, entry.incarnation)))
+            probe = wire.Probe(entry.name, entry.incarnation, window.probe())
+            outlet.peer.send(lane, encoder.encode(probe))
             self.loop.call_later(self.system.config.probe_s, self._probe, outlet, lane, window, entry)
 
     async def bounded(self, wait: Waiting) -> None:
@@ -290,14 +290,14 @@ class Caller:
         if outlet is not None:
             windows = outlet.windows.get((credit.dst, credit.incarnation))
             if windows is not None:
-                windows[lane].add(credit.count, credit.size)
+                windows[lane].credit(credit.count, credit.size)
 
     def on_level(self, peer: Peer, lane: Lane, level: wire.Level) -> None:
         outlet = self._by_peer.get(peer)
         if outlet is not None:
             windows = outlet.windows.get((level.dst, level.incarnation))
             if windows is not None:
-                windows[lane].level(level.waiting, level.size)
+                windows[lane].level(level)
 
     def on_gone(self, uid: str, cause: str) -> None:
         """A process is dead: everything that waits for it fails now."""

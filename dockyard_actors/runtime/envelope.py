@@ -52,7 +52,7 @@ class Fail(msgspec.Struct, tag=3, array_like=True, gc=False):
 
 
 class Credit(msgspec.Struct, tag=4, array_like=True, gc=False):
-    """The actor took so many messages and bytes of this sender out of its mailbox."""
+    """So many messages and bytes of this sender has the actor taken out of its mailbox, in all: a lost one is made good by the next."""
 
     dst: str
     incarnation: int
@@ -106,6 +106,7 @@ class Probe(msgspec.Struct, tag=11, array_like=True, gc=False):
 
     dst: str
     incarnation: int
+    number: int  # of the probe: only the answer to the last one counts
 
 
 class Level(msgspec.Struct, tag=12, array_like=True, gc=False):
@@ -113,8 +114,11 @@ class Level(msgspec.Struct, tag=12, array_like=True, gc=False):
 
     dst: str
     incarnation: int
+    number: int
     waiting: int
     size: int
+    taken: int  # as `Credit.count`, and
+    taken_size: int  # `Credit.size`, at this moment
 
 
 Envelope = Ask | Tell | Reply | Fail | Credit | Lost | Ping | Pong | Cancel | Item | More | Probe | Level

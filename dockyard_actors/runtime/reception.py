@@ -85,7 +85,7 @@ class Reception:
                 return  # what it was about has ended
             if isinstance(message, wire.Probe):
                 if cell.incarnation == message.incarnation:
-                    cell.serving().level(peer, lane)
+                    cell.serving().level(peer, lane, message)
             elif cell.service is None:
                 return  # its message was lost
             elif isinstance(message, wire.More):

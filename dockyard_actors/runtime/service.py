@@ -46,7 +46,7 @@ class Service:
         self.held_back = False  # the transport stops reading because a mailbox here is full
         self.accounts: dict[
             Peer, list[list[int]]
-        ] = {}  # by lane: messages and bytes taken and not yet given back as credit, number of the last message
+        ] = {}  # by lane: messages and bytes taken and not yet told, number of the last message, messages and bytes told
         self._credit_every = max(1, config.window // 2)
         self._credit_bytes = max(1, config.window_bytes // 2)
         self._cancelled: set[Key] = set()
@@ -392,10 +392,10 @@ class Service:
             self._give_back(peer, lane, credit)
 
     def account(self, peer: Peer) -> list[list[int]]:
-        account = self.accounts[peer] = [[0, 0, 0] for _ in Lane]
+        account = self.accounts[peer] = [[0, 0, 0, 0, 0] for _ in Lane]
         return account
 
-    def level(self, peer: Peer, lane: Lane) -> None:
+    def level(self, peer: Peer, lane: Lane, probe: wire.Probe) -> None:
         """Says how much of this sender waits here: what was lost on the way to us or back is room again."""
         waiting = [
             item.size
@@ -404,11 +404,19 @@ class Service:
             if type(item) is Delivery and item.lane == lane and item.peer.uid == peer.uid
         ]
         credit = self.accounts.get(peer) or self.account(peer)
-        credit[lane][0] = credit[lane][1] = 0
-        level = wire.Level(self.cell.name, self.cell.incarnation, len(waiting), sum(waiting))
+        level = wire.Level(
+            self.cell.name, probe.incarnation, probe.number, len(waiting), sum(waiting), *self._total(credit[lane])
+        )
         peer.send(lane, encoder.encode(level))
 
     def _give_back(self, peer: Peer, lane: Lane, credit: list[int]) -> None:
-        message = wire.Credit(self.cell.name, self.cell.incarnation, credit[0], credit[1])
+        taken, size = self._total(credit)
+        peer.send(lane, encoder.encode(wire.Credit(self.cell.name, self.cell.incarnation, taken, size)))
+
+    @staticmethod
+    def _total(credit: list[int]) -> tuple[int, int]:
+        """Messages and bytes taken so far, all of which the sender is about to be told of."""
+        credit[3] += credit[0]
+        credit[4] += credit[1]
         credit[0] = credit[1] = 0
-        peer.send(lane, encoder.encode(message))
+        return credit[3], credit[4]

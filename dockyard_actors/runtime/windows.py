@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 
 from dockyard_actors.runtime.directory import Entry
+from dockyard_actors.runtime.envelope import Level
 from dockyard_actors.runtime.waits import PendingRoom
 from dockyard_actors.transport.base import Lane, Peer
 
@@ -18,7 +19,18 @@ class Window:
     A message may be larger than the bytes left, so that one larger than the whole window can go at all.
     """
 
-    __slots__ = ("_limit", "_probed", "_sent_size", "messages", "probing", "sent", "size", "waiters")
+    __slots__ = (
+        "_limit",
+        "_probe",
+        "_probed",
+        "_sent_size",
+        "_taken",
+        "messages",
+        "probing",
+        "sent",
+        "size",
+        "waiters",
+    )
 
     def __init__(self, messages: int, size: int) -> None:
         self.messages, self.size = messages, size
@@ -28,6 +40,8 @@ class Window:
         self._limit = (messages, size)
         self._sent_size = 0
         self._probed = (0, 0)  # what had been sent when the level was asked for
+        self._probe = 0  # number of the last probe; negative when it was answered
+        self._taken = (0, 0)  # what the receiver has said that it took, in all
 
     def take(self, size: int) -> bool:
         """Takes a place for ``size`` bytes, which message ``sent + 1`` was encoded to, if there is one and nobody waits for it."""
@@ -39,10 +53,15 @@ class Window:
             return True
         return False
 
-    def add(self, messages: int, size: int) -> None:
-        """Credit has come: whoever waits is sent, in order."""
-        self.messages += messages
-        self.size += size
+    def credit(self, taken: int, size: int) -> None:
+        """The receiver has taken so many messages and bytes in all. What the network repeats or brings late changes nothing."""
+        if taken > self._taken[0]:
+            self.messages += taken - self._taken[0]
+            self.size += size - self._taken[1]
+            self._taken = (taken, size)
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
         while self.messages > 0 and self.size > 0 and self.waiters:
             room = self.waiters.popleft()
             if not room.future.done():
@@ -53,16 +72,22 @@ class Window:
                 self._sent_size += size
                 room.future.set_result(None)
 
-    def probe(self) -> None:
-        """The receiver is asked how much waits there."""
+    def probe(self) -> int:
+        """The receiver is asked how much waits there. Returns the question's number."""
         self._probed = (self.sent, self._sent_size)
+        self._probe = abs(self._probe) + 1
+        return self._probe
 
-    def level(self, waiting: int, size: int) -> None:
-        """So much waits there of what had been sent before the probe."""
+    def level(self, level: Level) -> None:
+        """So much waits there of what had been sent before the probe; everything else was taken or lost."""
+        if level.number != self._probe:
+            return  # an answer to an older question, or the same one again
+        self._probe = -self._probe
         sent, sent_size = self.sent - self._probed[0], self._sent_size - self._probed[1]
-        self.messages = self._limit[0] - waiting - sent
-        self.size = self._limit[1] - size - sent_size
-        self.add(0, 0)
+        self.messages = self._limit[0] - level.waiting - sent
+        self.size = self._limit[1] - level.size - sent_size
+        self._taken = (level.taken, level.taken_size)
+        self._send_waiting()
 
 
 class Outlet:

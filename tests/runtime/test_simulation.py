@@ -92,12 +92,12 @@ BROKEN: dict[str, tuple[Faults, str, list[tuple[Any, str, Any]]]] = {
     "messages are not counted": (
         SOME,
         "handled more than once",
-        [(Service, "account", lambda self, peer: [[0, 0, 0], [0, 0, 0]])],
+        [(Service, "account", lambda self, peer: [[0] * 5, [0] * 5])],
     ),
     "order is not kept": (
         IN_DISORDER,
         "out of order",
-        [(Service, "account", lambda self, peer: [[0, 0, 0], [0, 0, 0]])],
+        [(Service, "account", lambda self, peer: [[0] * 5, [0] * 5])],
     ),
     "deadlines are late": (SOME, "ended after its deadline", [(Deadlines, "push", late(Deadlines.push))]),
     "errors promise too much": (
