@@ -37,7 +37,13 @@ class Async:
 
 @contextlib.contextmanager
 def opened(directory: str) -> Iterator[Ray]:
-    """``directory``: for everything that Ray writes; short, because sockets are among it."""
+    with cluster(directory, STORE_BYTES) as ray:
+        yield Ray(ray)
+
+
+@contextlib.contextmanager
+def cluster(directory: str, store_bytes: int) -> Iterator[Any]:
+    """The module `ray`, connected. ``directory``: for everything that it writes; short, because sockets are among it."""
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=directory, RAY_memory_monitor_refresh_ms="0")
     import ray
 
@@ -47,11 +53,11 @@ def opened(directory: str) -> Iterator[Ray]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
-        object_store_memory=STORE_BYTES,
+        object_store_memory=store_bytes,
         _temp_dir=directory,
     )
     try:
-        yield Ray(ray)
+        yield ray
     finally:
         started = psutil.Process().children(recursive=True)
         ray.shutdown()
