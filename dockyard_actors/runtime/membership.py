@@ -27,6 +27,8 @@ from dockyard_actors.runtime.registry import (
     Known,
     ProcessDied,
     Refused,
+    Register,
+    Registered,
     Renew,
     Resync,
 )
@@ -47,6 +49,24 @@ _CHILD_PATIENCE = 2.0  # a child waits so many times as long as its node agent, 
 class _Down:
     since: float  # loop time
     cause: str
+
+
+async def enrol(system: ActorSystem, register: Register) -> Registered | Refused:
+    """Registers a name here or there. While its holder is only believed to live this waits, up to `SystemConfig.join_s`: a process
+    that is started again soon after the registry must not end because its dead predecessor has not been missed yet."""
+    config, loop = system.config, system.loop
+    until = loop.time() + config.join_s
+    while True:
+        if system.registry is not None:
+            reply = await system.registry.register(register)
+        else:
+            assert system.membership is not None
+            deadline = loop.time() + config.registry_s
+            reply = await system.membership.ask(register, f"register {register.name!r}", deadline)
+        if isinstance(reply, Registered) or not reply.later or loop.time() >= until:
+            return reply
+        with system.caller.waiting(config.name, REGISTRY, "Register", f"{register.name} to be free", until):
+            await asyncio.sleep(config.rejoin_s / 8)
 
 
 class Membership:

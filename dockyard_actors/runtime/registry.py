@@ -39,6 +39,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
     fenced: bool = False  # this process was declared dead: it must end
+    later: bool = False  # who has the name is only known from others: soon it is back, or dead
 
 
 class Join(Message[Joined | Refused], frozen=True):
@@ -292,7 +293,8 @@ class Registry(Actor):
             else:
                 owner = self.processes.get(known.uid)
                 where = f"process {owner.name} (pid {owner.pid})" if owner else known.uid
-                return Refused(f"name {msg.name!r} belongs to incarnation {known.incarnation} in {where}")
+                reason = f"name {msg.name!r} belongs to incarnation {known.incarnation} in {where}"
+                return Refused(reason, later=owner is None)
         incarnation = max(known.incarnation if known else 0, self._reconciliation.highest(msg.name)) + 1
         entry = Entry(
             msg.name,

@@ -31,7 +31,7 @@ from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
 from dockyard_actors.runtime.directory import Directory, Entry, Gone, ProcessRecord, died
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown
-from dockyard_actors.runtime.membership import Membership
+from dockyard_actors.runtime.membership import Membership, enrol
 from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.reception import Reception
 from dockyard_actors.runtime.ref import Ref
@@ -170,12 +170,7 @@ class ActorSystem:
         )
         self._reception.expect(name)  # the first messages may overtake the registry's answer: another connection
         try:
-            if self.registry is not None:
-                reply = await self.registry.register(register)
-            else:
-                assert self.membership is not None
-                deadline = self.loop.time() + self.config.registry_s
-                reply = await self.membership.ask(register, f"register {name!r}", deadline)
+            reply = await enrol(self, register)
         except BaseException:
             self._reception.give_up(name)
             raise

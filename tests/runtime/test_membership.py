@@ -240,6 +240,28 @@ async def test_a_member_on_another_host_notices_by_silence_that_the_registry_is_
         assert view.directory.entries["far"].incarnation == 1
 
 
+async def test_a_process_that_starts_before_its_dead_predecessor_is_missed_waits_for_the_name(
+    launch: Launch, short: Path
+) -> None:
+    home: dict[str, Any] = {"name": "home", "ipc_prefix": f"{short}/home.", "settle_s": 0.5}
+    there = f"ipc://{short}/home."
+    registry = await launch(**home)
+    x = await launch({"x": 1}, name="x", rendezvous=there)
+    async with ActorSystem(SystemConfig(name="view", rendezvous=there)) as view:
+        membership = view.membership
+        assert membership is not None
+        await registry.kill()
+        await eventually(lambda: membership.down)
+        await x.kill()
+        await launch(**home)
+        await eventually(lambda: not membership.down)
+        entry = view.directory.alive("x")
+        assert entry is not None  # believed to live, by us alone
+        ref = await view.start(Counter(), "x")
+        assert await ref.ask(Pid()) == os.getpid()
+        assert view.directory.entries["x"].incarnation == 2
+
+
 async def test_without_another_registry_a_member_ends_with_the_cause_after_its_patience(
     launch: Launch, short: Path
 ) -> None:

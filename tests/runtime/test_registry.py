@@ -282,6 +282,18 @@ async def test_who_does_not_come_back_in_time_is_dead_and_its_names_too() -> Non
     assert world.holder("y") == (1, "a")
 
 
+async def test_a_name_is_refused_for_now_while_its_holder_is_only_believed_to_live() -> None:
+    world = World(settle_s=0.05)
+    for uid in "ab":
+        await world.join(uid)
+    await world.claim("a", held("x", 2, "missing"), held("y", 1, "a"))
+    refused = {name: await world.register(name, "b") for name in "xy"}
+    assert all(isinstance(reply, Refused) for reply in refused.values())
+    assert {name: getattr(reply, "later", None) for name, reply in refused.items()} == {"x": True, "y": False}
+    await until(world, lambda: world.holder("x") is None)
+    assert await world.register("x", "b") == Registered(3)
+
+
 async def test_a_child_for_which_its_agent_vouches_is_waited_for_and_dies_with_the_agent() -> None:
     world = World(settle_s=0.05)
     await world.join("agent", is_agent=True)
