@@ -24,7 +24,7 @@ from dockyard_actors.runtime.directory import ProcessRecord
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.pings import Pings
 from dockyard_actors.runtime.process import Bootstrap
-from dockyard_actors.runtime.registry import DirectoryUpdate
+from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, ProcessSuspect
 from dockyard_actors.runtime.rundir import RuntimeDir
 from dockyard_actors.runtime.supervision import (
     Failure,
@@ -255,6 +255,19 @@ class NodeAgent:
             self.system.registry.declare_dead(uid, cause, clean)
         elif self.system.membership is not None:
             await self.system.membership.report_death(uid, cause, clean)
+
+    def child_silent(self, uid: str, silent_s: float) -> None:
+        """A child's loop does not answer (0: answers again): watchers of its names hear of it."""
+        if self.system.registry is not None:
+            self.system.registry.suspect(uid, silent_s)
+        else:
+            self.own(self._report_silence(ProcessSuspect(uid=uid, silent_s=silent_s)), "report a silence")
+
+    async def _report_silence(self, silence: ProcessSuspect) -> None:
+        try:
+            await self.system.ref(REGISTRY).ask(silence)
+        except ActorError as error:  # a view only: what follows from a hang does not depend on it
+            log.info("could not report that a process is silent: %s", error)
 
     def child_failed(self, failure: Failure) -> None:
         self.fail(failure)

@@ -87,6 +87,8 @@ class Pings:
 
         def answered(_: asyncio.Future[None]) -> None:
             if child.uid == uid and not pong.cancelled():
+                if child.state == "unresponsive":
+                    self.agent.child_silent(uid, 0.0)
                 child.saw_answer()
 
         pong.add_done_callback(answered)
@@ -103,6 +105,8 @@ class Pings:
         if silent > limit:
             self.agent.own(child.kill(reason), f"kill {spec.name}")
         elif child.answered and silent > config.suspect_s:
+            if child.state == "running":
+                self.agent.child_silent(child.uid, silent)
             child.suspect(silent)
 
     # ------------------------------------------------------------------ other agents

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from dockyard_actors.runtime.actor import Birth, Unresponsive
+from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.errors import ActorCrashed, RegistryDown, UnknownName
 from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, ListAll, ProcessSuspect
 from dockyard_actors.runtime.system import ActorSystem
-from tests.runtime.actors import Add, Counter, Pid
+from tests.runtime.actors import Add, Counter, Hold, Pid
+from tests.runtime.agent_main import role
 from tests.runtime.member_main import Chase, Tally
 
 UP_S = 30.0
@@ -260,6 +262,30 @@ async def test_a_process_that_starts_before_its_dead_predecessor_is_missed_waits
         ref = await view.start(Counter(), "x")
         assert await ref.ask(Pid()) == os.getpid()
         assert view.directory.entries["x"].incarnation == 2
+
+
+@pytest.mark.parametrize("under", ["the primary", "a secondary"])
+async def test_a_watcher_hears_from_the_agent_that_a_loop_is_held_and_that_it_is_free_again(
+    tmp_path: Path, under: str
+) -> None:
+    def settings(**more: Any) -> AgentConfig:
+        return AgentConfig(ping_s=0.05, suspect_s=0.3, hang_s=UP_S, **more)
+
+    async with (
+        NodeAgent(settings()) as primary,
+        NodeAgent(settings(name="host2", rendezvous=primary.rendezvous)) as secondary,
+    ):
+        watcher = Watcher()
+        await primary.system.start(watcher, "watcher")
+        watcher.ctx.watch("c")
+        await (primary if under == "the primary" else secondary).spawn(role("c", tmp_path))
+        ref = primary.system.ref("c")
+        await ref.ask(Pid(), retry=True, deadline_s=UP_S)
+        await ref.ask(Hold(seconds=0.8), deadline_s=UP_S)
+        await eventually(lambda: len(watcher.silent) == 2)
+        assert watcher.silent[0].silent_s > 0.3
+        assert watcher.silent[1].silent_s == 0.0
+        assert watcher.deaths == []
 
 
 async def test_without_another_registry_a_member_ends_with_the_cause_after_its_patience(
