@@ -30,6 +30,8 @@ COUNTERS = ("step", "version", "skipped_steps", "optimizer_steps")
 class CheckpointError(RuntimeError):
     """The checkpoint cannot be read or does not fit; names the file and the way out."""
 
+    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
+
 
 def save(policy: Policy, directory: Path) -> None:
     """Writes `directory` (which must not exist as a checkpoint of another step) and points `latest` beside it at it."""

@@ -34,6 +34,8 @@ Progress = Callable[[str], None]
 class ModelSourceError(ValueError):
     """The model source cannot be opened: names the source, the reason and the way out."""
 
+    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
+
 
 def load_tokenizer(source: str, progress: Progress = logger.info) -> PreTrainedTokenizerBase:
     """The tokenizer of `source`, with pad and eos set. Raises ModelSourceError, WeightsMissing."""

@@ -28,6 +28,8 @@ FIRST_RECORD_BYTES = 1024  # more than the first event of a run takes: only so m
 class JournalDamaged(RuntimeError):
     """A record in the middle of the journal does not read back: the file was edited or the disk is failing."""
 
+    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
+
 
 def _scan(raw: bytes, path: Path, decoder: msgspec.msgpack.Decoder[E]) -> tuple[list[E], int]:
     """Returns the records and the length in bytes of the intact prefix. Raises JournalDamaged unless only the tail is torn."""

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import TracebackType
 
 from dockyard_actors.runtime.actor import Actor, concurrent
@@ -100,8 +101,10 @@ class _AgentActor(Actor):
 class NodeAgent:
     """``async with NodeAgent(config) as agent``: leaving the block stops every process and removes everything it made."""
 
-    def __init__(self, config: AgentConfig | None = None) -> None:
+    def __init__(self, config: AgentConfig | None = None, random: Random | None = None) -> None:
+        """``random``: where the jitter of restarts comes from."""
         self.config = config or AgentConfig()
+        self.random = random or Random()
         self.primary = not self.config.rendezvous
         self.children: dict[str, Child] = {}
         self._pings = Pings(self)

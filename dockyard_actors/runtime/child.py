@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections import deque
 from pathlib import Path
+from random import Random
 from typing import Protocol
 
 import msgspec
@@ -40,6 +41,8 @@ _STACK_DUMP_S = 0.3  # a hung process gets this long to write where its threads 
 
 class Supervisor(Protocol):
     """What a child needs of its agent."""
+
+    random: Random
 
     def bootstrap(self, name: str, uid: str, socket_dir: Path) -> Bootstrap: ...
     async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None: ...
@@ -66,6 +69,7 @@ class Child:
         self._stop = asyncio.Event()
         self._asked: str | None = None  # restart was asked for: the next end is no crash (""), or one of this cause
         self._kill_reason = ""
+        self._permanent = False  # the last crash: no restart can fix it
         self._crashes: deque[float] = deque()
         self._first: tuple[str, str, tuple[str, ...]] | None = None  # cause, traceback, log tail
         self._task: asyncio.Task[None] | None = None
@@ -158,6 +162,7 @@ class Child:
         env = {**os.environ, **self.spec.env, ENVIRONMENT: msgspec.json.encode(bootstrap).decode()}
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._kill_reason = ""
+        self._permanent = False
         self.answered = 0.0
         with self.spec.log_path.open("ab") as output:
             self._process = subprocess.Popen(
@@ -213,10 +218,10 @@ class Child:
             self._first = (cause, trace, tail)
         self._crashes.append(now)
         log.error("%s#%d died: %s", self.spec.name, self.starts, cause)
-        if len(self._crashes) > policy.max_restarts:
+        if len(self._crashes) > policy.max_restarts or self._permanent:
             self._fail(cause)
             return False
-        pause = min(policy.backoff_s * 2 ** (len(self._crashes) - 1), policy.backoff_max_s)
+        pause = policy.pause_s(len(self._crashes), self.supervisor.random)
         self._set_state("backoff")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
@@ -258,6 +263,7 @@ class Child:
             return f"{self._kill_reason} ({ended})", "", tail
         with contextlib.suppress(FileNotFoundError):  # only a crash of the actor system leaves one
             told = msgspec.json.decode(cause_path(self.socket_dir).read_bytes(), type=Cause)
+            self._permanent = told.permanent
             return f"{told.where}: {told.error} ({ended})", told.traceback, tail
         if code > 0 and tail and not _LOGGED.match(tail[-1]):  # most likely the last line of a traceback
             return f"{ended}: {tail[-1]}", "", tail

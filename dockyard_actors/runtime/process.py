@@ -66,6 +66,7 @@ class Cause(msgspec.Struct, frozen=True):
     where: str
     error: str
     traceback: str
+    permanent: bool = False  # the exception says `permanent = True`: what is wrong is still wrong after a restart
 
 
 def read_bootstrap() -> Bootstrap:
@@ -139,7 +140,7 @@ def _leave(bootstrap: Bootstrap, stop: StopRequest) -> NoReturn:
     error = stop.cause
     assert error is not None
     text = "".join(traceback.format_exception(error))
-    cause = Cause(stop.reason, f"{type(error).__name__}: {error}", text)
+    cause = Cause(stop.reason, f"{type(error).__name__}: {error}", text, getattr(error, "permanent", False))
     path = cause_path(bootstrap.socket_dir)
     partial = path.with_suffix(".part")
     partial.write_bytes(msgspec.json.encode(cause))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import msgspec
 
@@ -17,13 +18,21 @@ from dockyard_actors.runtime.message import Message
 class RestartPolicy:
     """More than ``max_restarts`` crashes within ``window_s`` seconds are a failure for good.
 
-    The n-th restart within the window waits ``backoff_s * 2**(n-1)`` seconds, at most ``backoff_max_s``.
+    The n-th restart within the window waits ``backoff_s * 2**(n-1)`` seconds, at most ``backoff_max_s``, and up to the share ``jitter`` of it
+    longer or shorter, so that processes that died together do not come back together. A crash whose exception has the attribute
+    ``permanent`` (damaged data, a missing file: no restart can fix it) is a failure for good at once.
     """
 
     max_restarts: int = 5
     window_s: float = 300.0
     backoff_s: float = 0.2
     backoff_max_s: float = 5.0
+    jitter: float = 0.2
+
+    def pause_s(self, crash: int, random: Random) -> float:
+        """How long to wait before the restart after the ``crash``-th crash (from 1) within the window."""
+        pause = min(self.backoff_s * 2 ** (crash - 1), self.backoff_max_s)
+        return pause * (1 + self.jitter * random.uniform(-1, 1))
 
 
 @dataclass(frozen=True)

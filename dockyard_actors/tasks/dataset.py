@@ -31,6 +31,8 @@ _SHOWN_VALUE = 80
 class TaskFileError(ValueError):
     """A task source cannot be used. Attributes: `source`, `line` (from 1, or None), `field` (or None), `reason`, `remedy`."""
 
+    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
+
     def __init__(
         self, source: str, reason: str, remedy: str, *, line: int | None = None, field: str | None = None
     ) -> None:

@@ -12,10 +12,16 @@ from dockyard_actors.runtime.system import ActorSystem
 from tests.runtime.actors import Waiter
 
 
+class Hopeless(RuntimeError):
+    permanent = True
+
+
 async def build(system: ActorSystem) -> None:
     how = sys.argv[2] if len(sys.argv) > 2 else ""
     if how == "broken":
         raise RuntimeError("this role cannot start")
+    if how == "hopeless":
+        raise Hopeless("the checkpoint is damaged")
     if how == "family":
         subprocess.Popen(["sleep", "1000"])
         subprocess.Popen(["sleep", "1001"], start_new_session=True)
