@@ -11,7 +11,6 @@ import contextlib
 import secrets
 import struct
 from collections import deque
-from collections.abc import Iterator
 from typing import Protocol
 
 import msgspec
@@ -50,26 +49,28 @@ def hello_frame(config: ControlConfig) -> bytes:
 
 
 def pack(envelopes: list[bytes]) -> bytes:
+    """A data frame: each envelope behind its length."""
     parts = [_DATA]
     for envelope in envelopes:
-        parts.append(_LENGTH.pack(len(envelope)))
-        parts.append(envelope)
+        parts += (_LENGTH.pack(len(envelope)), envelope)
     return b"".join(parts)
 
 
-def unpack(frame: bytes) -> Iterator[memoryview]:
-    """Envelopes of a data frame; ValueError when the lengths do not add up (what came before the fault is already out)."""
+def unpack(frame: bytes) -> list[memoryview]:
+    """Envelopes of a data frame; ValueError when the lengths do not add up."""
     view = memoryview(frame)
+    length = _LENGTH.unpack_from
+    envelopes = []
     at, end = 1, len(view)
     while at < end:
-        if end - at < 4:
+        start = at + 4
+        if start > end:
             raise ValueError(f"{end - at} stray bytes at the end of a frame")
-        (size,) = _LENGTH.unpack_from(view, at)
-        at += 4
-        if size > end - at:
-            raise ValueError(f"an envelope of {size} bytes in a frame with {end - at} left")
-        yield view[at : at + size]
-        at += size
+        at = start + length(view, at)[0]
+        if at > end:
+            raise ValueError(f"an envelope of {at - start} bytes in a frame with {end - start} left")
+        envelopes.append(view[start:at])
+    return envelopes
 
 
 class Owner(Protocol):
@@ -89,13 +90,13 @@ class _Port:
     def __init__(self, transport: Owner, socket: zmq.Socket[bytes], lane: Lane) -> None:
         self.transport, self.socket, self.lane = transport, socket, lane
         self.loop = asyncio.get_running_loop()
-        self.paused = self.closed = self._kicked = False
+        self.paused = self.closed = self.kicked = False
         self._fd = int(socket.getsockopt(zmq.FD))
         self.loop.add_reader(self._fd, self._work, _POLLIN)
 
     def kick(self) -> None:
-        if not self._kicked and not self.closed:
-            self._kicked = True
+        if not self.kicked and not self.closed:
+            self.kicked = True
             self.loop.call_soon(self._tick)
 
     def close(self, linger_ms: int) -> None:
@@ -112,7 +113,7 @@ class _Port:
         raise NotImplementedError
 
     def _tick(self) -> None:
-        self._kicked = False
+        self.kicked = False
         self._work(0)
 
     def _work(self, events: int) -> None:
@@ -166,36 +167,40 @@ class Outbox:
     A lone envelope leaves at once, as does a full frame; the rest of a tick leaves packed at its end.
     """
 
-    __slots__ = ("_lone", "_sparse", "config", "envelopes", "frames", "size")
+    __slots__ = ("_full_at", "_full_bytes", "_lone", "_most", "_sparse", "envelopes", "frames", "size")
 
     def __init__(self, config: ControlConfig) -> None:
-        self.config = config
+        self._most = config.max_frame_bytes - 64  # bytes of a frame
+        self._full_bytes, self._full_at = config.frame_bytes, config.frame_envelopes
         self.envelopes: list[bytes] = []
         self.frames: deque[tuple[bytes, int]] = deque()
-        self.size = 0
+        self.size = 0  # bytes that the envelopes take in their frame
         self._sparse = True  # the last tick had one envelope at most: the next one has no company to wait for
         self._lone = False  # the first of this tick went alone
 
     def add(self, envelope: bytes) -> bool:
         """Whether there are frames now that should be sent at once."""
         size = len(envelope)
-        if size > self.config.max_frame_bytes - 64:
+        if size > self._most:
             raise TransportError(
-                f"an envelope of {size} bytes exceeds max_frame_bytes={self.config.max_frame_bytes}: "
+                f"an envelope of {size} bytes exceeds max_frame_bytes={self._most + 64}: "
                 "tensors and other bulk go over the data plane"
             )
-        if self._sparse and not self._lone and not self.envelopes and not self.frames:
-            self._lone = True
-            self.frames.append((_DATA + _LENGTH.pack(size) + envelope, 1))
-            return True
         envelopes = self.envelopes
-        full = False
-        if envelopes and self.size + size + 4 * len(envelopes) > self.config.max_frame_bytes - 64:
+        if not envelopes:
+            if self._sparse and not self._lone and not self.frames:
+                self._lone = True
+                self.frames.append((_DATA + _LENGTH.pack(size) + envelope, 1))
+                return True
+            full = False
+        elif self.size + size > self._most:
             full = self.seal()  # what is there and this one do not fit into one frame
-        self.size += size
-        envelopes = self.envelopes
+            envelopes = self.envelopes
+        else:
+            full = False
         envelopes.append(envelope)
-        if self.size >= self.config.frame_bytes or len(envelopes) >= self.config.frame_envelopes:
+        self.size += size + 4
+        if len(envelopes) >= self._full_at or self.size >= self._full_bytes:
             full = self.seal()
         return full
 
@@ -244,7 +249,8 @@ class RouterPeer:
         port.dirty[self.identity] = self
         if now and not port.closed:
             port.push(self)
-        port.kick()
+        if not port.kicked:
+            port.kick()
 
 
 class RouterPort(_Port):
@@ -389,7 +395,8 @@ class Link:
             port = self.ports[lane] = self.transport.dial(self, lane)
         if port.outbox.add(envelope):
             port.push()
-        port.kick()
+        if not port.kicked:
+            port.kick()
 
     def flush(self) -> None:
         for port in self.ports:
