@@ -167,6 +167,10 @@ class ControlPage:
     def generation(self, block: int) -> int:
         return self._words[(1 + block) * WORDS + _GENERATION]
 
+    def nbytes(self, block: int) -> int:
+        """Bytes in use of a sealed block."""
+        return self._words[(1 + block) * WORDS + _NBYTES]
+
     def tag(self, block: int) -> int:
         """A number of the user's own (the weight version)."""
         return self._words[(1 + block) * WORDS + _TAG]

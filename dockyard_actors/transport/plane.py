@@ -98,6 +98,10 @@ class DataPlane(Protocol):
         """Copy arrays that exist already into a fresh block and seal it. Prefer `alloc` and writing in place."""
         ...
 
+    async def fetch(self, refs: Iterable[TensorRef], deadline_s: float) -> None:
+        """Have blocks of other hosts readable here; nothing to do for those of this one. `WrongHost` where there is no way."""
+        ...
+
     def get(self, ref: TensorRef, select_fields: Iterable[str] | None = None, verify: bool = False) -> Fields:
         """Read-only views. `StaleRef`, `TornBlock`, `MalformedRef`, `WrongHost`; with `verify` also `ChecksumError`."""
         ...
@@ -158,6 +162,10 @@ class LocalPlane(Backpressure):
             self._free(index, generation, "writing")
 
         return Block(specs, nbytes, memory[:], seal, abort)
+
+    async def fetch(self, refs: Iterable[TensorRef], deadline_s: float) -> None:
+        for ref in refs:
+            self._check_arena(ref)
 
     def get(self, ref: TensorRef, select_fields: Iterable[str] | None = None, verify: bool = False) -> Fields:
         self._check_arena(ref)

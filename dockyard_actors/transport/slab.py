@@ -75,6 +75,10 @@ class SlabPlane(Backpressure):
         self._waiting = 0
         self._turn = asyncio.Lock()
 
+    @property
+    def host_id(self) -> str:
+        return self._host_id
+
     def prepare(self) -> None:
         """Create and prefault the arena now (about a second per GiB, the largest avoidable cost of a first write)."""
         self._arena()
@@ -95,6 +99,10 @@ class SlabPlane(Backpressure):
             return TensorRef(own.name, index, generation, nbytes, specs, digest, self._host_id, self._client.path)
 
         return Block(specs, nbytes, own.memory[start : start + nbytes], seal, lambda: own.give_back(index))
+
+    async def fetch(self, refs: Iterable[TensorRef], deadline_s: float) -> None:
+        for ref in refs:
+            self._check_host(ref)
 
     def get(self, ref: TensorRef, select_fields: Iterable[str] | None = None, verify: bool = False) -> Fields:
         attachment = self._attach(ref)
