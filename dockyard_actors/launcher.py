@@ -49,7 +49,8 @@ ROLE_OF = {
     "controller": "controller",
     "evaluator": "evaluator",
 }
-STOP_ORDER = ("broker", "evaluator", "rollout", "trainer", "buffer", "controller")  # sandboxes first, the ledger last
+# Sandboxes first, the ledger last; what stands together ends at the same time.
+STOP_ORDER = (("broker",), ("evaluator", "rollout", "trainer"), ("buffer",), ("controller",))
 EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
 JOIN_S = 30.0  # the primary may still be starting on a busy machine
 RATE_AFTER_S = 2.0  # a rate over less than this is noise
@@ -193,6 +194,11 @@ class Run:
                         cause = "stopped by a signal" if self.status.finished == "interrupted" else None
                         return self.status.finished, cause
                     if self.signals and drain is None:
+                        limit = self.config.supervision.drain_s
+                        self.console.print(
+                            f"stopping: the step under way ends and is saved, within {limit:.0f} s; again (Ctrl-C) cuts it",
+                            soft_wrap=True,
+                        )
                         drain = asyncio.ensure_future(self._drain(agent))
                     if self.signals > 1:
                         return "interrupted", "stopped at once by a second signal"
@@ -241,10 +247,11 @@ class Run:
 
     async def _stop(self, agent: NodeAgent, hurry: bool) -> None:
         """Ends the processes in order. The ledger is last, so that it sees everything end."""
-        self.console.print("stopping the roles")
         running = [process.name for process in agent.processes()]
-        for role in STOP_ORDER:
-            names = [name for name in running if name == role or name.startswith(f"{role}-")]
+        for roles in STOP_ORDER:
+            names = [name for name in running if name.partition("-")[0] in roles]
+            if names:
+                self.console.print(f"stopping {', '.join(names)}", soft_wrap=True)
             await asyncio.gather(*(agent.stop(name, 0.0 if hurry else None) for name in names))
 
     def _stalled(self) -> str | None:
