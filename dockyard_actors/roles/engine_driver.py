@@ -117,6 +117,9 @@ class EngineDriver:
         self._suspect = False
         self._draining: _Update | None = None  # waits for what runs; new groups wait for it
         self._busy: tuple[float, int, int] | None = None
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -179,24 +182,33 @@ class EngineDriver:
     def _run(self) -> None:
         try:
             while self._next():
-                while self._taken:
-                    self._taken[0][1]()
-                    self._taken.popleft()  # not before: who waits for it hears of a failure
-                self._end_drain()
-                if self._jobs and self.engine.unfinished and not self._suspect:
-                    self._step()
-                else:
-                    self._end_slice()
+                self._turn()
         except BaseException as error:
             self._fail(error)
         else:
-            self._abandon(EngineStopped("the engine's driver was closed"))
-            self.engine.close()
+            self._end()
+
+    def _turn(self) -> None:
+        while self._taken:
+            self._taken[0][1]()
+            self._taken.popleft()  # not before: who waits for it hears of a failure
+        self._end_drain()
+        if self._jobs and self.engine.unfinished and not self._suspect:
+            self._step()
+        else:
+            self._end_slice()
+
+    def _end(self) -> None:
+        self._abandon(EngineStopped("the engine's driver was closed"))
+        self.engine.close()
+
+    def _idle(self) -> bool:
+        return not self._calls and not self._closed and self._draining is None and (not self._jobs or self._suspect)
 
     def _next(self) -> bool:
         """Takes what was asked since the last step; waits for something when there is nothing to decode. False: closed."""
         with self._wake:
-            while not self._calls and not self._closed and self._draining is None and (not self._jobs or self._suspect):
+            while self._idle():
                 self._end_slice()
                 self._wake.wait()
             if not self._closed:

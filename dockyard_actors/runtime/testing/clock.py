@@ -1,8 +1,8 @@
 """An event loop whose time is simulated: when nothing is ready, it jumps to the next timer.
 
 Minutes take milliseconds, and one seed gives one order of events. What runs for a simulated process (see `here`) can be stopped as by
-SIGSTOP, or for good as by SIGKILL. What would run in a thread runs at once and takes no time; whoever waits for a socket, or calls from
-another thread, is told that there is none.
+SIGSTOP, or for good as by SIGKILL. What would run in a thread runs in the loop; whoever waits for a socket, or calls from another thread,
+is told that there is none.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._now, self._limit_s = 0.0, limit_s
+    def __init__(self, limit_s: float = LIMIT_S, thread_s: Callable[[], float] | None = None) -> None:
+        self._now, self._limit_s, self._thread_s = 0.0, limit_s, thread_s
         timers = _Timers()
         super().__init__(timers)
         timers.loop = self
@@ -121,10 +121,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         future = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:  # the caller's, as it would be from a thread
-            future.set_exception(error)
+
+        def work() -> None:
+            if not future.done():
+                try:
+                    future.set_result(func(*args))
+                except Exception as error:  # the caller's, as it would be from a thread
+                    future.set_exception(error)
+
+        if self._thread_s is None:
+            work()
+        else:
+            self.call_later(self._thread_s(), work)
         return future
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
@@ -144,10 +152,11 @@ def _where(task: asyncio.Task[Any]) -> str:
     return f"{frames[0].f_code.co_qualname}:{frames[0].f_lineno}" if frames else "not begun"
 
 
-def run(main: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+def run(main: Coroutine[Any, Any, T], limit_s: float = LIMIT_S, thread_s: Callable[[], float] | None = None) -> T:
     """Runs ``main`` in simulated time, and cancels what it left. Raises what it raised, and Deadlock; so does a simulation of more than
-    ``limit_s`` simulated seconds."""
-    loop = VirtualLoop(limit_s)
+    ``limit_s`` simulated seconds. ``thread_s``: says how long a call takes that would run in a thread (None: it is done at once); it is
+    carried out at the end of that time."""
+    loop = VirtualLoop(limit_s, thread_s)
     try:
         return loop.run_until_complete(main)
     finally:
