@@ -137,7 +137,9 @@ class ZmqControl:
         socket.sndhwm = socket.rcvhwm = self.config.hwm_frames
         socket.maxmsgsize = self.config.max_frame_bytes
         socket.handshake_ivl = int(self.config.handshake_s * 1000)
-        if endpoint.startswith("tcp://"):  # a host that vanished says nothing; ZMQ's own thread answers, so a busy loop is no silence
+        if endpoint.startswith(
+            "tcp://"
+        ):  # a host that vanished says nothing; ZMQ's own thread answers, so a busy loop is no silence
             socket.heartbeat_ivl = int(self.config.heartbeat_s * 1000)
             socket.heartbeat_timeout = socket.heartbeat_ttl = int(self.config.heartbeat_timeout_s * 1000)
             socket.tcp_keepalive = 1
