@@ -141,7 +141,11 @@ class Buffer(Actor):
             await self._expire(msg.version, msg.max_age)
             if msg.incarnation <= self._dead_trainer:
                 return m.Batch((), 0)
-            ready = [held for held in self.groups.values() if not held.taken]
+            ready = [  # some may have come, and be too old, while older ones were being closed
+                held
+                for held in self.groups.values()
+                if not held.taken and msg.version - held.meta.oldest_version <= msg.max_age
+            ]
             if len(ready) >= msg.count:
                 chosen = choose(ready, msg.count)
                 for held in chosen:
@@ -180,10 +184,9 @@ class Buffer(Actor):
             for held in old:  # the asker gave up before the journal had them: the next take tries again
                 held.taken = False
 
+    @concurrent
     async def release(self, msg: m.ReleaseGroups) -> m.Done:
-        for lease in msg.leases:
-            held = self.groups.pop(lease, None)
-            if held is not None:
-                self.plane.release(held.ref)
-        self._wake()
+        """Says that the journal has closed these. It may come late: a rollback opened them again, and they were pushed anew."""
+        if any(lease in self.groups for lease in msg.leases):
+            await self._reconcile()
         return m.Done()

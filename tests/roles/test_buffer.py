@@ -198,9 +198,40 @@ async def test_releasing_twice_frees_once(tmp_path: Path) -> None:
     async with world_of(tmp_path) as world:
         for grant in await world.lease(2):
             await world.push(grant)
+        await world.step([0])
         for _ in range(2):
             await world.ask("buffer", m.ReleaseGroups((0, 7)))
             assert world.plane.stats().ready == 1
+
+
+async def test_a_release_that_comes_after_a_rollback_drops_nothing_that_was_pushed_anew(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        (grant,) = await world.lease(1)
+        await world.push(grant)
+        await world.step([grant.lease])
+        await eventually(lambda: not world.buffer.groups)
+        await world.ask("controller", m.TrainerStarts(step=0))
+        await world.publish()
+        (again,) = await world.lease(1, working=())
+        assert again.lease == grant.lease
+        await world.push(again)
+        await world.ask("buffer", m.ReleaseGroups((grant.lease,)))
+        assert list(world.buffer.groups) == [grant.lease]
+
+
+async def test_a_group_that_comes_while_older_ones_are_closed_is_not_too_old_either(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        grants = await world.lease(3)
+        await world.push(grants[0])
+        close = world.controller.close_lease
+
+        async def meanwhile(msg: m.CloseLease) -> m.LeaseIs:
+            for grant, version in ((grants[1], 0), (grants[2], 2)):
+                world.buffer.groups[grant.lease] = Held(meta_of(grant, version), world.sealed())
+            return await close(msg)
+
+        world.controller.close_lease = meanwhile
+        assert await world.take(1, version=2, max_age=1) == [grants[2].lease]
 
 
 async def test_a_lost_answer_of_the_journal_brings_nothing_back_that_a_living_trainer_holds(tmp_path: Path) -> None:
