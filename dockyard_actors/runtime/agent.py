@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
+import subprocess
 import traceback
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -18,11 +18,14 @@ from pathlib import Path
 from random import Random
 from types import TracebackType
 
+from dockyard_actors.runtime import warden
 from dockyard_actors.runtime.actor import Actor, concurrent
+from dockyard_actors.runtime.addresses import find_keys, tcp_host
 from dockyard_actors.runtime.child import Child
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.directory import ProcessRecord
 from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.group import Group
 from dockyard_actors.runtime.pings import Pings
 from dockyard_actors.runtime.process import Bootstrap
 from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, ProcessSuspect
@@ -39,7 +42,7 @@ from dockyard_actors.runtime.supervision import (
     StopProcess,
 )
 from dockyard_actors.runtime.system import ActorSystem
-from dockyard_actors.transport.base import Address, create_keys, parse_rendezvous
+from dockyard_actors.transport.base import Address
 
 log = logging.getLogger("dockyard.runtime.agent")
 
@@ -71,6 +74,7 @@ class AgentConfig:
     registry_lost_s: float = 30.0  # secondary: how long its processes go on without a primary, until one is there again
     lease_s: float = 15.0  # primary: silence after which a process that no agent or pidfd watches counts as dead
     settle_s: float = 10.0  # primary: how long processes that others know have to come back after it was started again
+    report_s: float = 10.0  # secondary: how long it tries to tell the primary of a failure, also while it ends
     secondary_stop_s: float = 30.0  # how long the primary waits at its end for secondary agents to leave
 
 
@@ -107,8 +111,11 @@ class NodeAgent:
         self.random = random or Random()
         self.primary = not self.config.rendezvous
         self.children: dict[str, Child] = {}
+        self._groups: dict[str, Group] = {}
+        self._reports: set[asyncio.Task[None]] = set()  # of failures, to the primary
         self._pings = Pings(self)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._warden: subprocess.Popen[bytes] | None = None
         self._told_to_end = False
 
     async def __aenter__(self) -> NodeAgent:
@@ -119,8 +126,8 @@ class NodeAgent:
         self._dir = RuntimeDir(config.runtime_parent)
         self.runtime_dir = self._dir.path
         try:
-            self.key_file = self._find_keys()
-            self._host = self._tcp_host()
+            self.key_file = find_keys(config.rendezvous, config.key_file, self.runtime_dir)
+            self._host = tcp_host(config.listen, config.rendezvous)
             tcp = config.listen or (f"tcp://{self._host}:0" if self._host else "")
             self.uid = secrets.token_hex(8)
             self.system = ActorSystem(
@@ -167,22 +174,37 @@ class NodeAgent:
         await self.close()
 
     async def close(self) -> None:
-        """Stops every process with its own grace; the primary also sends the secondary agents home."""
+        """Stops every process with its own grace, those of a group one after another, the last one first; the primary also sends the
+        secondary agents home."""
         try:
-            stopped = await asyncio.gather(*(self.stop(name) for name in self.children), return_exceptions=True)
-            for name, error in zip(self.children, stopped, strict=True):
-                if error is not None:
-                    log.error("stopping %s failed", name, exc_info=error)
+            for child in self.children.values():
+                child.retire()
+            rows: dict[str, list[str]] = {}
+            for name, child in self.children.items():
+                rows.setdefault(f"group {child.spec.group}" if child.spec.group else name, []).insert(0, name)
+            await asyncio.gather(*(self._stop_row(names) for names in rows.values()))
+            if self._reports:
+                await asyncio.wait(self._reports, timeout=self.config.report_s)
             if self.primary:
                 await self._send_home()
         finally:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._warden is not None:
+                self._warden.kill()
+                self._warden.wait()
             try:
                 await self.system.close()
             finally:
                 self._dir.close()
+
+    async def _stop_row(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                await self.stop(name)
+            except Exception:  # the others are stopped all the same
+                log.exception("stopping %s failed", name)
 
     # ------------------------------------------------------------------ processes
 
@@ -191,7 +213,12 @@ class NodeAgent:
         old = self.children.get(spec.name)
         if old is not None and old.state not in ("stopped", "exited", "failed"):
             raise ValueError(f"{self.config.name} runs a process called {spec.name!r} already ({old.state})")
-        child = self.children[spec.name] = Child(self, spec, self.runtime_dir)
+        if self._warden is None:
+            self._warden = warden.start(f'"agent_uid":"{self.uid}"')
+        group = self._groups.setdefault(spec.group, Group()) if spec.group else None
+        child = self.children[spec.name] = Child(self, spec, self.runtime_dir, group)
+        if group is not None:
+            group.add(child)
         if old is not None:
             child.starts = old.starts
         child.start()
@@ -275,21 +302,26 @@ class NodeAgent:
     def child_failed(self, failure: Failure) -> None:
         self.fail(failure)
         if not self.primary:
-            self.own(self._report(failure), "report a failure")
+            report = self.own(self._report(failure), "report a failure")
+            self._reports.add(report)
+            report.add_done_callback(self._reports.discard)
 
     async def _report(self, failure: Failure) -> None:
         try:
-            await self.system.ref(PRIMARY).ask(ReportFailure(failure=failure))
+            await self.system.ref(PRIMARY).ask(
+                ReportFailure(failure=failure), deadline_s=self.config.report_s, retry=True
+            )
         except ActorError as error:
             log.error("could not report the failure of %s to the primary: %s", failure.name, error)
 
     # ------------------------------------------------------------------ other agents
 
-    def own(self, work: Coroutine[None, None, None], name: str) -> None:
+    def own(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         """Every task of the agent has it as its owner: an error in one is a failure of the run."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -357,33 +389,6 @@ class NodeAgent:
             log.error(
                 "secondary agents did not leave within secondary_stop_s=%s: %s", self.config.secondary_stop_s, names
             )
-
-    # ------------------------------------------------------------------ addresses
-
-    def _find_keys(self) -> Path:
-        if self.primary:
-            path = self.config.key_file or self.runtime_dir / "keys"
-            if not path.exists():
-                create_keys(path)
-            return path
-        if self.config.key_file is not None:
-            return self.config.key_file
-        address = parse_rendezvous(self.config.rendezvous)
-        if not address.ipc:
-            raise ValueError(f"joining {self.config.rendezvous} needs key_file: a copy of the primary's key file")
-        return Path(address.ipc).parent / "keys"
-
-    def _tcp_host(self) -> str:
-        """The address of this host that peers on other hosts connect to; empty when the run stays on ipc."""
-        text = self.config.listen or self.config.rendezvous
-        if not text.startswith("tcp://"):
-            return ""
-        host, _, port = text.removeprefix("tcp://").rpartition(":")
-        if self.primary:
-            return host
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host.strip("[]"), int(port)))  # sends nothing; picks the interface that leads there
-            return probe.getsockname()[0]
 
     def _rendezvous(self) -> str:
         if not self.primary:

@@ -1,7 +1,7 @@
 """One supervised process: starts it on a leash, knows of its end through a pidfd, and restarts it within its policy.
 
-When it ends, its process group and every descendant that carries its environment end with it. It reports to its agent and
-knows nothing of names or registries.
+When it ends, its process group and every descendant that carries its environment end with it. It reports to its agent, asks its
+group (if it has one) when it may come back, and knows nothing of names or registries.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import logging
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import subprocess
 import time
 from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Protocol
 
 import msgspec
 
-from dockyard_actors.runtime import leash
+from dockyard_actors.runtime import leash, warden
+from dockyard_actors.runtime.group import Group
 from dockyard_actors.runtime.guard import GuardBoard, board_path
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.process import ENVIRONMENT, Bootstrap, Cause, cause_path
@@ -44,14 +48,28 @@ class Supervisor(Protocol):
 
     random: Random
 
+    def own(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]: ...
     def bootstrap(self, name: str, uid: str, socket_dir: Path) -> Bootstrap: ...
     async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None: ...
     def child_failed(self, failure: Failure) -> None: ...
 
 
+@dataclass(frozen=True)
+class _End:
+    """How a process ended. code: as of `subprocess.Popen.returncode`; tail: the last lines of its log."""
+
+    code: int
+    cause: str
+    traceback: str = ""
+    tail: tuple[str, ...] = ()
+    permanent: bool = False
+
+
 class Child:
-    def __init__(self, supervisor: Supervisor, spec: ProcessSpec, runtime_dir: Path) -> None:
-        self.supervisor, self.spec, self.runtime_dir = supervisor, spec, runtime_dir
+    def __init__(
+        self, supervisor: Supervisor, spec: ProcessSpec, runtime_dir: Path, group: Group | None = None
+    ) -> None:
+        self.supervisor, self.spec, self.runtime_dir, self.group = supervisor, spec, runtime_dir, group
         self.state = "starting"
         self.uid = ""
         self.pid = 0
@@ -68,10 +86,10 @@ class Child:
         self._ended: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
         self._asked: str | None = None  # restart was asked for: the next end is no crash (""), or one of this cause
+        self._halted = False  # its group halts it: the next end is no crash
         self._kill_reason = ""
-        self._permanent = False  # the last crash: no restart can fix it
         self._crashes: deque[float] = deque()
-        self._first: tuple[str, str, tuple[str, ...]] | None = None  # cause, traceback, log tail
+        self._first: _End | None = None  # of the crashes within the window
         self._task: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------ commands
@@ -80,11 +98,20 @@ class Child:
         """Starts it and its supervision. OSError when it cannot be started at all."""
         self._stop.clear()
         self._spawn()
-        self._task = asyncio.get_running_loop().create_task(self._supervise(), name=f"supervise {self.spec.name}")
+        self._task = self.supervisor.own(self._supervise(), f"supervise {self.spec.name}")
+
+    @property
+    def retired(self) -> bool:
+        return self._stop.is_set()
+
+    def retire(self) -> None:
+        """It is not started again, however it ends."""
+        self._stop.set()
+        self._pulse()
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, and SIGKILL for its process group after ``grace_s``; returns when it is gone and not restarted."""
-        self._stop.set()
+        self.retire()
         if self._task is not None and not self._task.done():
             if self._ended is not None and not self._ended.done():
                 self._set_state("stopping")
@@ -114,6 +141,16 @@ class Child:
         while self.starts == before and not self._task.done():
             await self.next_change()
 
+    async def halt(self) -> None:
+        """Stops it because one that it depends on died; it comes back in its turn. Nothing to do for one that is down."""
+        if self._ended is not None and not self._ended.done():
+            if not self.retired:
+                self._halted = True
+                self._set_state("stopping")
+            await self._terminate(self.spec.stop_grace_s)
+        while self.pid and self._task is not None and not self._task.done():
+            await self.next_change()
+
     async def kill(self, reason: str) -> None:
         """Ends a hung process; ``reason`` becomes its cause. Its threads' stacks go to its log if it can still write them."""
         if self._kill_reason or self._ended is None or self._ended.done():
@@ -134,13 +171,24 @@ class Child:
             log.warning("%s (pid %d): its loop has not answered for %.1f s", self.spec.name, self.pid, silent_s)
             self._set_state("unresponsive")
 
-    def silent_since(self, now: float) -> float:
-        """Monotonic time of the last sign of life; declared guards count as one for as long as they hold."""
+    def silent_since(self) -> float:
+        """Monotonic time of the last sign of life, or of the end of a declared guard, which may be still to come."""
         since = max(self.answered, self.started_mono)
         if self.board is not None:
             guarded = self.board.read()
-            since = max(since, guarded.changed, min(guarded.until, now))
+            since = max(since, guarded.changed, guarded.until)
         return since
+
+    @property
+    def doomed(self) -> bool:
+        """It hung and is being killed."""
+        return bool(self._kill_reason)
+
+    def lives(self) -> bool:
+        """Whether its process runs at this moment, whatever has been noticed of it."""
+        if not self.pid or self._ended is None or self._ended.done() or self._watch.fd < 0:
+            return False
+        return not select.select([self._watch.fd], [], [], 0)[0]
 
     async def next_change(self) -> None:
         await self.changed.wait()
@@ -162,7 +210,6 @@ class Child:
         env = {**os.environ, **self.spec.env, ENVIRONMENT: msgspec.json.encode(bootstrap).decode()}
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._kill_reason = ""
-        self._permanent = False
         self.answered = 0.0
         with self.spec.log_path.open("ab") as output:
             self._process = subprocess.Popen(
@@ -188,86 +235,109 @@ class Child:
         while True:
             assert self._ended is not None
             await self._ended
-            code = self._bury()
-            cause, trace, tail = self._find_cause(code)
-            done = code == 0 and not self.spec.keep_running
+            self._kill_group()
+            end = self._find_end()
+            done = end.code == 0 and not self.spec.keep_running
             asked, self._asked = self._asked, None
+            halted, self._halted = self._halted, False
             if asked:
-                cause, trace = asked, ""
-            orderly = self._stop.is_set() or (done if asked is None else not asked)
-            self.cause = cause
-            await self.supervisor.child_died(self.uid, self.socket_dir, cause, orderly)
-            self._clean_up()
-            if self._stop.is_set() or (done and asked is None):
-                self._set_state("stopped" if self._stop.is_set() else "exited")
-                log.info("%s: %s", self.spec.name, cause)
+                end = _End(end.code, asked, tail=end.tail)
+            wished = self.retired or halted or (done if asked is None else not asked)
+            self.cause = end.cause
+            await asyncio.gather(  # whoever waits for it hears of its death before its descendants are looked for
+                self.supervisor.child_died(self.uid, self.socket_dir, end.cause, wished),
+                asyncio.to_thread(warden.kill_marked, f'"uid":"{self.uid}"'),
+            )
+            self._bury()
+            if self.retired or (done and asked is None and not halted):
+                self._set_state("stopped" if self.retired else "exited")
+                log.info("%s: %s", self.spec.name, end.cause)
                 return
-            if asked != "" and not await self._may_restart(cause, trace, tail):
+            if not await self._may_start_again(end, crashed=not wished, halted=halted):
                 return
             try:
                 self._spawn()
             except OSError as error:
-                self._fail(f"cannot be started again: {error}")
+                self._fail(_End(-1, f"cannot be started again: {error}"))
                 return
 
-    async def _may_restart(self, cause: str, trace: str, tail: tuple[str, ...]) -> bool:
+    async def _may_start_again(self, end: _End, crashed: bool, halted: bool) -> bool:
+        """Returns when it is to start again (True), or has failed for good or been stopped."""
+        group, died = self.group, time.monotonic()
+        broken = group.broken_before(self) if group is not None and crashed else None
+        if broken is not None:
+            crashed = False
+            log.warning("%s#%d died with %s: %s", self.spec.name, self.starts, broken.spec.name, end.cause)
+        if crashed and not self._count(end):
+            return False
+        if crashed or group is not None:
+            self._set_state("backoff" if crashed else "waiting")
+        if group is not None and not halted:
+            await group.halt_rest(self)
+        if crashed:
+            pause = self.spec.policy.pause_s(len(self._crashes), self.supervisor.random)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(died + pause - time.monotonic()):
+                    await self._stop.wait()
+        if group is not None:
+            self._set_state("waiting")
+            await group.turn(self)
+        if self.retired:
+            self._set_state("stopped")
+            return False
+        self.restarts += crashed
+        return True
+
+    def _count(self, end: _End) -> bool:
+        """Counts a crash; False when it is for good."""
         policy, now = self.spec.policy, time.monotonic()
         while self._crashes and now - self._crashes[0] > policy.window_s:
             self._crashes.popleft()
         if not self._crashes:
-            self._first = (cause, trace, tail)
+            self._first = end
         self._crashes.append(now)
-        log.error("%s#%d died: %s", self.spec.name, self.starts, cause)
-        if len(self._crashes) > policy.max_restarts or self._permanent:
-            self._fail(cause)
+        log.error("%s#%d died: %s", self.spec.name, self.starts, end.cause)
+        if len(self._crashes) > policy.max_restarts or end.permanent:
+            self._fail(end)
             return False
-        pause = policy.pause_s(len(self._crashes), self.supervisor.random)
-        self._set_state("backoff")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._stop.wait()
-        if self._stop.is_set():
-            self._set_state("stopped")
-            return False
-        self.restarts += 1
         return True
 
-    def _fail(self, cause: str) -> None:
-        first, trace, tail = self._first or (cause, "", ())
+    def _fail(self, end: _End) -> None:
+        first, name, path = self._first or end, self.spec.name, str(self.spec.log_path)
         self._set_state("failed")
         self.supervisor.child_failed(
-            Failure(self.spec.name, first, trace, cause, self.restarts, str(self.spec.log_path), tail)
+            Failure(name, first.cause, first.traceback, end.cause, self.restarts, path, first.tail, end.permanent)
         )
 
-    def _bury(self) -> int:
-        """Ends what is left of its process group while the unreaped leader still keeps the group's number, then reaps it."""
+    def _bury(self) -> None:
+        """Reaps it: until then its number, which is its process group's, cannot be anyone else's. Removes what it had."""
         assert self._process is not None
-        self._kill_group()
-        _kill_descendants(self.uid)
-        code = self._process.wait()
+        self._process.wait()
         self._watch.close()
         self.pid = 0
-        return code
-
-    def _clean_up(self) -> None:
         if self.board is not None:
             self.board.close()
             self.board = None
         shutil.rmtree(self.socket_dir, ignore_errors=True)
 
-    def _find_cause(self, code: int) -> tuple[str, str, tuple[str, ...]]:
-        """(cause, traceback, log tail) of the end."""
+    def _find_end(self) -> _End:
+        code = self._exit_code()
         tail = _tail(self.spec.log_path)
         ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         if self._kill_reason:
-            return f"{self._kill_reason} ({ended})", "", tail
+            return _End(code, f"{self._kill_reason} ({ended})", tail=tail)
         with contextlib.suppress(FileNotFoundError):  # only a crash of the actor system leaves one
             told = msgspec.json.decode(cause_path(self.socket_dir).read_bytes(), type=Cause)
-            self._permanent = told.permanent
-            return f"{told.where}: {told.error} ({ended})", told.traceback, tail
+            return _End(code, f"{told.where}: {told.error} ({ended})", told.traceback, tail, told.permanent)
         if code > 0 and tail and not _LOGGED.match(tail[-1]):  # most likely the last line of a traceback
-            return f"{ended}: {tail[-1]}", "", tail
-        return ended, "", tail
+            return _End(code, f"{ended}: {tail[-1]}", tail=tail)
+        return _End(code, ended, tail=tail)
+
+    def _exit_code(self) -> int:
+        """Of the dead leader, which stays unreaped."""
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
     # ------------------------------------------------------------------ signals
 
@@ -296,26 +366,13 @@ class Child:
 
     def _set_state(self, state: str) -> None:
         self.state = state
+        self._pulse()
+
+    def _pulse(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
-
-
-def _kill_descendants(uid: str) -> None:
-    """Ends descendants that left the process group but carry the start's uid in their environment."""
-    mark = f'"uid":"{uid}"'.encode()
-    for _ in range(5):  # one that forks while it is being killed is met in the next round
-        found = 0
-        for entry in os.scandir("/proc"):
-            if not entry.name.isdigit() or int(entry.name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):  # gone, or another user's
-                with open(f"/proc/{entry.name}/environ", "rb") as file:
-                    if mark not in file.read():
-                        continue
-                os.kill(int(entry.name), signal.SIGKILL)
-                found += 1
-        if not found:
-            return
+        if self.group is not None:
+            self.group.pulse()
 
 
 def _tail(path: Path) -> tuple[str, ...]:

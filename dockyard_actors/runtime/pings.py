@@ -40,27 +40,35 @@ class Pings:
         self.agent = agent
         self._pending: dict[str, asyncio.Future[None]] = {}  # by uid of a child's start
         self._others: dict[str, _Other] = {}  # of the primary the secondaries, of a secondary the primary
+        self._seeing = time.monotonic()  # since when: before, our own loop was held and nobody could be heard
 
     async def run(self) -> None:
         ping_s = self.agent.config.ping_s
         due = time.monotonic() + ping_s
         while True:
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            wake = min([due, *(self._limit_of(child) for child in self._asked())])
+            await asyncio.sleep(max(0.0, wake - time.monotonic()))
             now = time.monotonic()
-            late = now - due  # our own loop was held: whoever answered meanwhile has not been read yet, so do not judge
+            if now - wake > ping_s:
+                self._seeing = now  # whoever answered meanwhile has not been read yet, or was held as well
+            for child in self._asked():
+                self._judge(child, now)
+            if now < due:
+                continue
             due = now + ping_s
-            for child in self.agent.children.values():
-                if child.pid and child.state in ("starting", "running", "unresponsive"):
-                    self._ping_child(child)
-                    if late < ping_s:
-                        self._judge(child, now)
+            for child in self._asked():
+                self._ping_child(child)
             for other in list(self._others.values()):
                 self._ping_other(other, now)
-                silent = now - other.answered
-                if late < ping_s and silent > self.agent.config.agent_lost_s:
+                silent = now - max(other.answered, self._seeing)
+                if silent > self.agent.config.agent_lost_s:
                     del self._others[other.process.uid]
                     who = f"node agent {other.process.name} (pid {other.process.pid})"
                     self.agent.agent_lost(other.process, f"{who} did not answer for {silent:.1f} s")
+
+    def _asked(self) -> list[Child]:
+        awake = ("starting", "running", "unresponsive")
+        return [c for c in self.agent.children.values() if c.pid and c.state in awake and not c.doomed]
 
     # ------------------------------------------------------------------ children
 
@@ -69,7 +77,7 @@ class Pings:
         born = {entry.uid for entry in update.entries if entry.alive}
         for child in self.agent.children.values():
             if child.uid in born:
-                child.saw_answer()
+                self._heard(child)
 
     def forget(self, uid: str, address: Address) -> None:
         """A child is dead."""
@@ -87,26 +95,41 @@ class Pings:
 
         def answered(_: asyncio.Future[None]) -> None:
             if child.uid == uid and not pong.cancelled():
-                if child.state == "unresponsive":
-                    self.agent.child_silent(uid, 0.0)
-                child.saw_answer()
+                self._heard(child)
 
         pong.add_done_callback(answered)
 
-    def _judge(self, child: Child, now: float) -> None:
+    def _heard(self, child: Child) -> None:
+        if child.state == "unresponsive":
+            self.agent.child_silent(child.uid, 0.0)
+        child.saw_answer()
+
+    def _silent_since(self, child: Child) -> float:
+        return max(child.silent_since(), self._seeing)
+
+    def _patience(self, child: Child) -> tuple[float, str]:
+        """Seconds of silence after which a child is killed, and the reason."""
         config, spec = self.agent.config, child.spec
-        silent = now - child.silent_since(now)
         if child.answered:
             limit = config.hang_s if spec.hang_s is None else spec.hang_s
-            reason = f"hung: its loop did not answer for {limit:g} s (hang_s)"
-        else:
-            limit = config.start_grace_s if spec.start_grace_s is None else spec.start_grace_s
-            reason = f"did not come up: no answer within {limit:g} s of its start (start_grace_s)"
-        if silent > limit:
-            self.agent.own(child.kill(reason), f"kill {spec.name}")
-        elif child.answered and silent > config.suspect_s:
-            if child.state == "running":
-                self.agent.child_silent(child.uid, silent)
+            return limit, f"hung: its loop did not answer for {limit:g} s (hang_s)"
+        limit = config.start_grace_s if spec.start_grace_s is None else spec.start_grace_s
+        return limit, f"did not come up: no answer within {limit:g} s of its start (start_grace_s)"
+
+    def _limit_of(self, child: Child) -> float:
+        """When a child's silence will mean something: it is judged then, not at the next ping."""
+        patience, _ = self._patience(child)
+        if child.state == "running":
+            patience = min(patience, self.agent.config.suspect_s)
+        return self._silent_since(child) + patience
+
+    def _judge(self, child: Child, now: float) -> None:
+        silent = now - self._silent_since(child)
+        patience, reason = self._patience(child)
+        if silent >= patience:
+            self.agent.own(child.kill(reason), f"kill {child.spec.name}")
+        elif child.state == "running" and silent >= self.agent.config.suspect_s:
+            self.agent.child_silent(child.uid, silent)
             child.suspect(silent)
 
     # ------------------------------------------------------------------ other agents

@@ -48,10 +48,12 @@ class ProcessSpec:
     keep_running: bool = False  # ending by itself with code 0 (somebody else's SIGTERM) is a crash too
     hang_s: float | None = None  # None: AgentConfig.hang_s
     start_grace_s: float | None = None  # None: AgentConfig.start_grace_s
+    group: str = ""  # rest-for-one: depends on the processes of this group that were started before it (see group.py)
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, tag=True):
-    """``state``: starting, running, unresponsive, backoff, stopping, stopped (asked to), exited (by itself, code 0), failed."""
+    """``state``: starting, running, unresponsive, backoff, waiting (for those before it in its group), stopping, stopped (asked to),
+    exited (by itself, code 0), failed."""
 
     name: str
     pid: int  # 0 when it is not running
@@ -72,9 +74,11 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     restarts: int
     log_path: str
     log_tail: tuple[str, ...]  # last lines of the log at the first crash
+    permanent: bool = False  # the last cause is one that no restart can fix
 
     def __str__(self) -> str:
-        lines = [f"{self.name} failed for good after {self.restarts} restarts"]
+        why = "no restart can fix this" if self.permanent else f"after {self.restarts} restarts"
+        lines = [f"{self.name} failed for good{':' if self.permanent else ''} {why}"]
         if self.traceback:
             lines.append(self.traceback.rstrip())
         elif self.log_tail:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import time
@@ -71,6 +72,13 @@ class Hold(Message[None], frozen=True):
     declared: float = 0.0
 
 
+class HoldAll(Message[None], frozen=True):
+    """Another thread holds the interpreter, and says so: the loop cannot run."""
+
+    seconds: float
+    declared: float
+
+
 class Die(Message[None], frozen=True):
     how: str  # "kill" | "stop" (SIGSTOP) | "task" | "exit"
 
@@ -131,6 +139,13 @@ class Counter(Actor):
                 time.sleep(msg.seconds)  # noqa: ASYNC251
         else:
             time.sleep(msg.seconds)  # noqa: ASYNC251
+
+    async def hold_all(self, msg: HoldAll) -> None:
+        def hold() -> None:
+            with guard(msg.declared, "a thread holds the interpreter"):
+                ctypes.PyDLL(None).usleep(int(msg.seconds * 1e6))  # PyDLL does not let go of the interpreter
+
+        await asyncio.to_thread(hold)
 
     async def die(self, msg: Die) -> None:
         if msg.how == "kill":

@@ -39,9 +39,10 @@ async def main(settings: dict) -> int:
         registry_lost_s=settings.get("registry_lost_s", 1.0),
         settle_s=settings.get("settle_s", 1.0),
     )
+    policy = RestartPolicy(**settings.get("policy", {}))
     async with NodeAgent(config) as agent:
         for name in settings["roles"]:
-            await agent.spawn(role(name, Path(settings["log_dir"])))
+            await agent.spawn(role(name, Path(settings["log_dir"]), *settings.get("how", ()), policy=policy))
         pids = [await agent.system.ref(name).ask(Pid(), retry=True, deadline_s=30.0) for name in settings["roles"]]
         ready = {
             "rendezvous": agent.rendezvous,

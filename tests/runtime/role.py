@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +27,11 @@ async def build(system: ActorSystem) -> None:
     if how == "family":
         subprocess.Popen(["sleep", "1000"])
         subprocess.Popen(["sleep", "1001"], start_new_session=True)
+        subprocess.run(["sh", "-c", "setsid sleep 1002 &"], check=True)  # a daemon: its parent is gone
     await system.start(Waiter(), sys.argv[1])
+    if how == "deaf":
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if how == "slow":
         with guard(30.0, "loading nothing slowly"):
             time.sleep(1.5)  # noqa: ASYNC251

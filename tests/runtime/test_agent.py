@@ -162,7 +162,7 @@ async def test_a_dead_roles_descendants_end_with_it(agent: NodeAgent, tmp_path: 
     ref = agent.system.ref("c")
     pid = await ref.ask(Pid(), retry=True, deadline_s=UP_S)
     family = psutil.Process(pid).children(recursive=True)
-    assert len(family) == 2
+    assert len(family) == 2, "the daemon is nobody's child"
     os.kill(pid, signal.SIGKILL)
     await eventually(
         lambda: not any(member.is_running() and member.status() != psutil.STATUS_ZOMBIE for member in family)
