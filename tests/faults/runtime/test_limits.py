@@ -160,7 +160,7 @@ async def test_a_process_that_cannot_start_for_want_of_disk_says_so_and_leaves_n
         spec = ProcessSpec("role", [sys.executable, "-c", ""], {}, RestartPolicy(), small_disk / "role.log", 1.0)
         with pytest.raises(OSError, match="No space left on device"):
             await agent.spawn(spec)
-        assert not psutil.Process().children()
+        assert not any(process.pid for process in agent.processes())
 
 
 def test_the_limit_of_descriptors_is_as_the_tests_found_it() -> None:
