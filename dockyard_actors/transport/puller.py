@@ -32,6 +32,7 @@ from dockyard_actors.transport.pull import (
     Pull,
     PullConfig,
     PullError,
+    PullTimeout,
     Release,
     Released,
     Sending,
@@ -241,6 +242,9 @@ class Puller:
             raise PeerUnreachable(f"{deadline.what}: nobody answers at {address}: {error}") from error
         try:
             line = _Line(connection, self._prove(connection, address))
+        except PullTimeout as error:
+            connection.close()
+            raise PeerUnreachable(f"{deadline.what}: nobody answers at {address}: {error}") from error
         except BaseException:
             connection.close()
             raise

@@ -7,6 +7,7 @@ against the ref's checksum before anybody sees it. How the bytes travel is chose
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -51,16 +52,22 @@ class RemotePlane:
         self._coming: dict[TensorRef, asyncio.Task[None]] = {}
 
     async def fetch(self, refs: Iterable[TensorRef], deadline_s: float) -> None:
-        """Have all refs readable here. The first error of any ends the others; what had arrived stays until its release."""
+        """Have all refs readable here. When each has arrived or failed, the first error is raised; what arrived stays until its
+        release."""
         missing = [ref for ref in dict.fromkeys(refs) if ref.host_id != self._local.host_id and ref not in self._copies]
         for ref in missing:
             if ref not in self._coming:
                 self._coming[ref] = task = asyncio.create_task(self._bring(ref, deadline_s))
-                task.add_done_callback(lambda _, ref=ref: self._coming.pop(ref))
+                task.add_done_callback(lambda task, ref=ref: self._arrived(ref, task))
         results = await asyncio.gather(*(asyncio.shield(self._coming[ref]) for ref in missing), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
+
+    def _arrived(self, ref: TensorRef, task: asyncio.Task[None]) -> None:
+        del self._coming[ref]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("%s", error)  # whoever asked raises it, unless it gave up meanwhile
 
     async def _bring(self, ref: TensorRef, deadline_s: float) -> None:
         until = time.monotonic() + deadline_s
@@ -92,7 +99,7 @@ class RemotePlane:
             return self._local.release(ref)
         copy = self._copies.pop(ref, None)
         try:
-            self._releases.submit(self._puller.release, ref, self._config.transfer_s).add_done_callback(_say)
+            self._releases.submit(self._puller.release, ref, self._config.release_s).add_done_callback(_say)
         except RuntimeError:
             raise DataPlaneError(f"the data plane of {self._local.owner} is closed") from None
         return copy is not None and self._local.release(copy)
@@ -123,10 +130,16 @@ class RemotePlane:
         return self._puller.stats()
 
     def close(self) -> None:
-        """Cut what is on its way, then close the local plane. Releases that were asked for are still sent. Idempotent."""
-        self._releases.shutdown(wait=True)
+        """Cut what is on its way, then close the local plane. Releases that were asked for have `release_s` to be sent.
+        Idempotent."""
+        with contextlib.suppress(
+            RuntimeError, TimeoutError
+        ):  # closed before; or a host does not answer, as the log says
+            self._releases.submit(int).result(self._config.release_s)
+        self._releases.shutdown(wait=False)
         self._pool.shutdown(wait=False)
         self._puller.close()
+        self._releases.shutdown(wait=True)
         self._pool.shutdown(wait=True)
         self._local.close()
 

@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CALL_S = 10.0  # the engine's thread answers in microseconds; longer means that UCX hangs in it
-SETTINGS = {"TLS": "tcp,self", "TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K"}
+# Segments of 8 KiB, as shipped, cost half of the speed. A blocking connect would hold up every transfer of the process for the
+# minutes that the kernel takes to give up on a host that does not answer.
+SETTINGS = {"TLS": "tcp,self", "TCP_TX_SEG_SIZE": "256K", "TCP_RX_SEG_SIZE": "256K", "TCP_CONN_NB": "y"}
 BURST = 64  # steps of progress before calls of other threads are looked at
 # Read by the library when it is loaded. It would otherwise replace this process's handlers of fatal signals.
 ENVIRONMENT = {"UCX_HANDLE_ERRORS": "none", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "fatal"}
@@ -95,15 +97,17 @@ class Transfer:
 
 
 class Link:
-    """An endpoint to another process's worker. Threads may share it."""
+    """An endpoint to another process's worker, for one transfer at a time."""
 
     def __init__(self, engine: UcxEngine, endpoint: Any) -> None:
         self._engine = engine
         self._endpoint: Any = endpoint
+        self._sending: Transfer | None = None  # the last one
 
     def send(self, data: np.ndarray, tag: int) -> Transfer:
         """data: uint8, contiguous; it must not change before the transfer is complete."""
         transfer = Transfer(f"sending {data.nbytes} bytes by UCX", data)
+        self._sending = transfer
         return self._engine.start(transfer, lambda array: self._endpoint.tag_send(array, self._engine.tag(tag)), data)
 
     def receive(self, into: np.ndarray, tag: int) -> Transfer:
@@ -113,14 +117,23 @@ class Link:
         return engine.start(transfer, lambda array: self._endpoint.tag_recv(array, engine.tag(tag), engine.whole), into)
 
     def close(self) -> None:
-        """Ends what is on its way with an error, sooner or later. Idempotent."""
+        """Ends a receive that is on its way with an error. A send goes on until it is complete, as it is when the other end
+        closed or died: UCX segfaults when the peer of an endpoint that was closed under a send comes back. Idempotent."""
         endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
+        if endpoint is None:
+            return
+        if self._sending is None or self._sending.complete:
             self._engine.close_endpoint(endpoint)
+        else:
+            self._sending.when_complete(lambda: self._engine.close_endpoint(endpoint, wait=False))
 
 
 class UcxEngine:
-    """Use `UcxEngine.get()`: the process has one. `PullError` where UCX does not come up."""
+    """Use `UcxEngine.get()`: the process has one. `PullError` where UCX does not come up or hangs.
+
+    The worker knows the network interfaces that were there when it was made, and no later ones: pulls over those end by deadline.
+    It lives as long as the process. (A second one, made after the first was destroyed, was never woken.)
+    """
 
     _here: ClassVar[UcxEngine | None] = None
     _pid: ClassVar[int] = 0
@@ -131,7 +144,21 @@ class UcxEngine:
         with cls._once:
             if cls._here is None or cls._pid != os.getpid():  # a fork has the worker but not its thread
                 cls._here, cls._pid = cls(), os.getpid()
+            if cls._here._ended:
+                raise PullError("UCX was ended in this process")
             return cls._here
+
+    @classmethod
+    def end(cls) -> None:
+        """Close the worker's sockets, for a process that goes on without UCX. For good: `get` raises from then on."""
+        with cls._once:
+            engine = cls._here
+            if engine is not None and cls._pid == os.getpid() and not engine._ended:
+                engine._call(engine._finish)
+                engine._thread.join()
+
+    def _finish(self) -> None:
+        self._ended = True
 
     def __init__(self) -> None:
         for name, value in ENVIRONMENT.items():
@@ -143,11 +170,14 @@ class UcxEngine:
         self._tags = itertools.count(int.from_bytes(os.urandom(7), "big"))
         self._calls: deque[Callable[[], None]] = deque()
         self._pending: list[Transfer] = []
+        self.interfaces = socket.if_nameindex()
         self.links = 0
         self.wakeups = 0
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         started: Future[bytes] = Future()
-        threading.Thread(target=self._run, args=(started,), name="ucx", daemon=True).start()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, args=(started,), name="ucx", daemon=True)
+        self._thread.start()
         try:
             self.address = started.result(CALL_S)  # of the worker, for other processes
         except Exception as error:
@@ -191,13 +221,18 @@ class UcxEngine:
         self._call(begin)
         return transfer
 
-    def close_endpoint(self, endpoint: Any) -> None:
+    def close_endpoint(self, endpoint: Any, wait: bool = True) -> None:
         def close() -> None:
             self.links -= 1
             # By force: cancels what is on its way. The gentle `close` gives a request that segfaults where the peer is dead.
             endpoint.close_blocking()
+            endpoint.remove_close_callback()
 
-        self._call(close)
+        if wait:
+            self._call(close)
+        else:
+            self._calls.append(close)  # by the engine's own thread, which cannot wait for itself
+            os.eventfd_write(self._bell, 1)
 
     def _call(self, work: Callable[[], Result]) -> Result:
         done: Future[Result] = Future()
@@ -210,10 +245,16 @@ class UcxEngine:
 
         self._calls.append(run)
         os.eventfd_write(self._bell, 1)
-        return done.result(CALL_S)
+        try:
+            return done.result(CALL_S)
+        except TimeoutError:
+            if done.done():
+                raise
+            raise PullError(f"process {os.getpid()} waited {CALL_S:.3g} s for its UCX thread, which hangs") from None
 
     # -- the thread
     def _run(self, started: Future[bytes]) -> None:
+        self.thread_id = threading.get_native_id()
         try:
             self._context = self._library.UCXContext(dict(SETTINGS))
             self._worker = self._library.UCXWorker(
@@ -231,6 +272,10 @@ class UcxEngine:
         while True:
             while self._calls:
                 self._calls.popleft()()
+            if self._ended:
+                epoll.close()
+                del self._worker, self._context
+                return
             steps = 0
             while steps < BURST and self._worker.progress_once():
                 steps += 1

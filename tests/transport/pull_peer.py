@@ -37,7 +37,10 @@ def payload(seed: int, nbytes: int) -> np.ndarray:
 
 
 class _Host:
-    def __init__(self, directory: Path, host_id: str, bind: str, backend: Any, blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, host_id: str | None, bind: str, backend: Any, blocks: int, block_bytes: int
+    ) -> None:
+        self.refs: list[Any] = []
         self._serving = serving(directory)
         server = self._serving.__enter__()
         config = SlabConfig(blocks=blocks, block_bytes=block_bytes, host_id=host_id)
@@ -52,7 +55,12 @@ class _Host:
         assert block is not None
         block.array("x")[...] = payload(seed, nbytes)
         block.array("h")[...] = 0x3F80 + seed
-        return msgspec.to_builtins(block.seal())
+        self.refs.append(msgspec.to_builtins(block.seal()))
+        return self.refs[-1]
+
+    def again(self) -> Any:
+        """The first ref that was produced."""
+        return self.refs[0]
 
     def info(self) -> dict[str, Any]:
         engine = UcxEngine._here
@@ -78,7 +86,7 @@ class Host(Peer):
         self,
         directory: Path,
         *,
-        host_id: str = "there",
+        host_id: str | None = "there",
         bind: str = "127.0.0.1:0",
         backend: str = "tcp",
         blocks: int = 4,

@@ -450,3 +450,41 @@ async def test_closing_cuts_a_pull_that_waits(opened: Opened, scripted) -> None:
     with pytest.raises(PeerLost):
         await waiting
     assert time.monotonic() - started < WAIT_S / 2
+
+
+async def test_releases_that_nobody_answers_hold_up_no_close_and_are_said(
+    start: StartHost, opened: Opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = start(blocks=BLOCKS)
+    plane = opened(host.address, release_s=SHORT_S)
+    refs = [host.ref(seed, SIZE) for seed in range(3)]
+    await plane.fetch(refs, WAIT_S)
+    host.stop()
+    assert all(plane.release(ref) for ref in refs)
+    assert plane.stats().free == BLOCKS  # the copies went at once
+    started = time.monotonic()
+    await asyncio.to_thread(plane.close)
+    assert time.monotonic() - started < WAIT_S / 2
+    assert caplog.text.count("a block of another host was not released") == len(refs)
+
+
+async def test_a_fetch_that_is_cancelled_leaves_the_block_to_who_asks_next(opened: Opened, scripted) -> None:
+    data, go = payload(4, SIZE), threading.Event()
+
+    def script(server: Scripted, connection: Connection, pull: Pull) -> None:
+        assert go.wait(WAIT_S)
+        connection.say(Sending(pull.tag, SIZE), server.deadline)
+        connection.send(data.data, server.deadline)
+        connection.hear(server.deadline)
+
+    server = scripted(script)
+    plane = opened(server.address)
+    first = asyncio.create_task(plane.fetch([made_up()], WAIT_S))
+    await asyncio.to_thread(wait_until, lambda: bool(server.pulls))
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    go.set()
+    await plane.fetch([made_up()], WAIT_S)
+    assert np.array_equal(plane.get(made_up())["x"], data)
+    assert len(server.pulls) == 1
