@@ -6,12 +6,11 @@ have written somewhere; with one copy, arrays that exist already are put. Checks
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import importlib.util
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -22,9 +21,8 @@ import msgspec
 import numpy as np
 
 from bench.harness import Figures, Options, absent, figure, missing_peer, note
-from bench.peers import tensors_on_ray
+from bench.peers import across_hosts, tensors_on_ray
 from bench.peers.driven import SPAWN, Driven
-from dockyard_actors.transport.fdserver import FdServer
 from dockyard_actors.transport.plane import TensorRef
 from dockyard_actors.transport.slab import SlabConfig, SlabPlane
 
@@ -37,9 +35,11 @@ class Size(NamedTuple):
     large: int  # bytes of the 256 MiB key
     ours: int  # handovers a round
     peers: int
+    pulls: int  # from another host, a round and side
+    idle_s: float
 
 
-SIZES = {"full": Size(64 * MIB, 256 * MIB, 20, 8), "tiny": Size(MIB, 2 * MIB, 3, 2)}
+SIZES = {"full": Size(64 * MIB, 256 * MIB, 20, 8, 8, 5.0), "tiny": Size(MIB, 2 * MIB, 3, 2, 2, 0.2)}
 Rounds = dict[str, list[float]]  # side → seconds of a handover, the median of each round
 
 
@@ -48,7 +48,7 @@ def run(options: Options) -> Figures:
     reason = missing_peer("ray") if options.peers == "all" else "left out: --peers none"
     with tempfile.TemporaryDirectory(prefix="dy-d-") as path, contextlib.ExitStack() as stack:
         os.chmod(path, 0o700)
-        server = stack.enter_context(_served(Path(path)))
+        server = stack.enter_context(across_hosts.served(Path(path)))
         ours = stack.enter_context(_Handover.opened(server.path, size.small, checked=False))
         checked = stack.enter_context(_Handover.opened(server.path, size.small, checked=True))
         large = stack.enter_context(_Handover.opened(server.path, size.large, checked=False))
@@ -76,7 +76,8 @@ def run(options: Options) -> Figures:
             note(
                 f"  round {number + 1}: " + ", ".join(f"{name} {_ms(found[-1:])} ms" for name, found in rounds.items())
             )
-    return _figures(rounds, size, reason)
+    figures = _figures(rounds, size, reason)
+    return figures | _across_hosts(options, size)
 
 
 def _figures(rounds: Rounds, size: Size, no_ray: str | None) -> Figures:
@@ -106,9 +107,28 @@ def _figures(rounds: Rounds, size: Size, no_ray: str | None) -> Figures:
             figures[key] = figure(
                 _ratio(rounds["ray"], rounds[side]), "x", ray_ms=times["ray"], with_checksums_of_ours=with_checksums
             )
-    figures["ucx_vs_blocking_tcp_64mib"] = absent("x", "there is no way to another host yet")
-    figures["ucx_idle_cpu_pct"] = absent("%", "there is no way to another host yet")
     return figures
+
+
+def _across_hosts(options: Options, size: Size) -> Figures:
+    no_ucx = None if importlib.util.find_spec("ucxx") else "ucxx is not installed: make setup EXTRAS=ucx"
+    note("  pulling from another host")
+    rounds, idle, path = across_hosts.measured(size.small, options.rounds, size.pulls, size.idle_s, no_ucx is None)
+    floor = rounds["blocking loop"]
+    detail = {
+        "ms": {side: _ms(found) for side, found in rounds.items()},
+        "tcp_backend_vs_blocking_tcp": round(_ratio(floor, rounds["tcp"]), 3),
+        "path": path,
+        "bytes": size.small,
+    }
+    if no_ucx is not None or idle is None:
+        without = absent("x", str(no_ucx))
+        without["detail"] |= detail
+        return {"ucx_vs_blocking_tcp_64mib": without, "ucx_idle_cpu_pct": absent("%", str(no_ucx))}
+    return {
+        "ucx_vs_blocking_tcp_64mib": figure(_ratio(floor, rounds["ucx"]), "x", **detail),
+        "ucx_idle_cpu_pct": figure(idle, "%", seconds=size.idle_s, of="both ends, one with a receive pending"),
+    }
 
 
 class _Handover:
@@ -182,28 +202,6 @@ def _consume(pipe: Connection, fd_path: str, verify: bool) -> None:
         del tensor
         pipe.send_bytes(b"released")
     plane.close()
-
-
-@contextlib.contextmanager
-def _served(directory: Path) -> Iterator[FdServer]:
-    """The node agent's part, in a thread."""
-    loop, started, server = asyncio.new_event_loop(), threading.Event(), FdServer(directory)
-
-    def serve() -> None:
-        loop.run_until_complete(server.start())
-        started.set()
-        loop.run_forever()
-        loop.run_until_complete(server.close())
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    started.wait(ANSWER_S)
-    try:
-        yield server
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def _timed(work: Callable[[], object]) -> float:
