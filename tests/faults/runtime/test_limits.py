@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
