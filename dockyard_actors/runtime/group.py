@@ -40,7 +40,9 @@ class Group:
 
     async def turn(self, child: Child) -> None:
         """Returns when the child may start, because those before it answer, or when it need not start any more."""
-        while not child.retired and any(m.state not in (*_UP, *_OVER) for m in self._before(child)):
+        while not child.retired and any(
+            m.state not in _OVER and not (m.state in _UP and m.lives()) for m in self._before(child)
+        ):
             await self._changed.wait()
 
     def pulse(self) -> None:
