@@ -114,6 +114,32 @@ async def test_a_crash_that_follows_another_is_not_counted(watched: Watched) -> 
     assert [watched.info(name).restarts for name in "ab"] == [1, 1], "one of its own is"
 
 
+async def test_nobody_starts_on_the_strength_of_one_whose_death_is_still_being_looked_into(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await watched.up("ab")
+    first, told = watched.agent.children["a"], watched.agent.child_died
+    looked_into = asyncio.Event()
+
+    async def slowly(uid: str, socket_dir: Path, cause: str, clean: bool) -> None:
+        if uid == first_uid:
+            await looked_into.wait()
+        await told(uid, socket_dir, cause, clean)
+
+    first_uid = first.uid
+    monkeypatch.setattr(watched.agent, "child_died", slowly)
+    watched.kill("a")
+    watched.kill("b")
+    await watched.until(lambda: watched.info("b").state not in ("running", "stopping"))
+    for _ in range(20):
+        await asyncio.sleep(0)  # enough turns of the loop to start, were it to
+    states = (watched.info("a").state, watched.info("b").state)
+    looked_into.set()
+    assert states == ("running", "waiting")
+    await watched.seen("+b2")
+    assert [watched.info(name).incarnation for name in "ab"] == [2, 2]
+
+
 async def test_one_that_does_not_stop_is_killed_after_its_grace_and_has_not_crashed(watched: Watched) -> None:
     await watched.up("ab", how={"b": "deaf"}, grace_s=0.2)
     watched.kill("a")
