@@ -58,6 +58,7 @@ class SystemConfig:
     def control(self, keys: RunKeys | None) -> ControlConfig:
         return ControlConfig(
             uid=self.uid,
+            process=self.name,
             ipc_prefix=self.ipc_prefix,
             tcp_bind=self.tcp_bind,
             keys=keys,

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 PROTOCOL_MAJOR = 1  # peers with another major are refused at hello
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1  # 1: whoever is not known is asked for its hello again
 
 
 class TransportError(Exception):
@@ -150,6 +150,9 @@ class ControlConfig:
     reconnect_s: float = 0.05  # first try of a lost connection; ZMQ's default of 0.1 is felt at every restart
     heartbeat_s: float = 2.0  # over tcp, how often ZMQ asks whether the other end is there
     heartbeat_timeout_s: float = 6.0  # ... and after how much silence it dials anew: half-open connections say nothing
+    process: str = ""  # its name, said to peers that are refused
+    spare_descriptors: int = 32  # with fewer free ones nobody new may connect: ZMQ spins or aborts when it finds none
+    descriptors_every_s: float = 0.2  # how often they are counted, which takes microseconds
     handshake_s: float = 5.0  # strangers who connect and say nothing are cut after this (ZMQ's default is 30)
 
 

@@ -15,6 +15,7 @@ import secrets
 
 import zmq
 
+from dockyard_actors.transport import descriptors
 from dockyard_actors.transport.base import (
     Address,
     ControlConfig,
@@ -30,6 +31,8 @@ from dockyard_actors.transport.zap import ZAP_DOMAIN, ZapAllowList
 
 log = logging.getLogger("dockyard.transport.control")
 
+_REASONS_MAX = 50  # kinds of bad frames that are logged once each: strangers choose the texts
+_TEXT_MAX = 200  # characters of a stranger's text in the log
 _IPC_PATH_MAX = 107  # bytes in sockaddr_un.sun_path, without the final zero
 
 
@@ -42,6 +45,7 @@ class ZmqControl:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # made by the first socket
         self._routers: list[RouterPort] = []
         self._links: dict[Address, Link] = {}
+        self._listeners = descriptors.Listeners(config)
         self._locks: list[tuple[int, str]] = []
         self._zap: ZapAllowList | None = None
         self._bad_frames = 0
@@ -55,10 +59,13 @@ class ZmqControl:
 
     async def start(self) -> None:
         try:
+            if self.config.ipc_prefix or self.config.tcp_bind:
+                descriptors.require(self.config)
             if self.config.ipc_prefix:
                 self._bind_ipc(self.config.ipc_prefix)
             if self.config.tcp_bind:
                 self._bind_tcp(self.config.tcp_bind)
+            self._listeners.watch()
         except BaseException:
             await self.close()
             raise
@@ -74,6 +81,7 @@ class ZmqControl:
                 )
             self._lock(path)
             self._router(lane, endpoint, curve=False)
+            os.chmod(path, 0o600)  # also where the directory is not private
 
     def _lock(self, path: str) -> None:
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -124,7 +132,9 @@ class ZmqControl:
             socket.close(0)
             raise TransportError(f"cannot listen on {endpoint}: {error}") from error
         self._routers.append(RouterPort(self, socket, lane))
-        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        listens = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        self._listeners.add(listens)
+        return listens
 
     def _ctx(self) -> zmq.Context[zmq.Socket[bytes]]:
         if self._context is None:
@@ -165,10 +175,12 @@ class ZmqControl:
         for router in self._routers:
             router.forget(uid)
 
-    def dial(self, link: Link, lane: Lane) -> DealerPort:
+    def dial(self, link: Link, lane: Lane) -> DealerPort | descriptors.WaitingPort:
         endpoint = link.address.endpoint(lane, self.address.host)
         host = endpoint.removeprefix("tcp://").rpartition(":")[0] if endpoint.startswith("tcp://") else ""
         curve = bool(host) and self._needs_curve(host, "connect to")
+        if descriptors.free() < descriptors.DIAL_NEEDS:
+            return descriptors.WaitingPort(link, lane, self.config, lambda: self.dial(link, lane))
         socket = self._socket(zmq.DEALER, endpoint)
         # Random, not the public uid: a stranger must not take it over. One a socket: a ROUTER knows one peer by one id.
         socket.setsockopt(zmq.ROUTING_ID, b"\1" + secrets.token_bytes(15))
@@ -191,9 +203,12 @@ class ZmqControl:
 
     def bad_frame(self, sender: str, reason: str) -> None:
         self._bad_frames += 1
-        level = logging.DEBUG if reason in self._bad_reasons else logging.WARNING  # a flood must not fill the disk
-        self._bad_reasons.add(reason)
-        log.log(level, "ignored a frame from %s: %s", sender, reason)
+        sender, reason = sender[:_TEXT_MAX], reason[:_TEXT_MAX]
+        new = reason not in self._bad_reasons and len(self._bad_reasons) < _REASONS_MAX
+        if new:
+            self._bad_reasons.add(reason)
+        level = logging.WARNING if new else logging.DEBUG  # a flood must not fill the disk
+        log.log(level, "ignored a frame from %s: %r", sender, reason)
 
     def counters(self) -> dict[str, int]:
         return {"bad_frames": self._bad_frames, "denied_keys": self._zap.denied if self._zap else 0}
@@ -205,6 +220,7 @@ class ZmqControl:
             return
         self._closed = True
         linger_ms = int(self.config.linger_s * 1000)
+        self._listeners.close()
         for port in self._routers:
             port.flush()
             port.close(linger_ms)

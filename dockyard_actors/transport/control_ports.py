@@ -28,7 +28,10 @@ from dockyard_actors.transport.base import (
 )
 
 _LENGTH = struct.Struct("<I")
-_DATA, _HELLO, _REFUSAL = b"D", b"H", b"R"  # first byte of every frame
+_DATA, _HELLO, _REFUSAL, _WHO = b"D", b"H", b"R", b"W"  # first byte of every frame
+_NAME_MAX = 64  # characters of a name that a stranger said
+_FORGOTTEN_MAX = 4096  # connections of dead processes that are remembered
+_CONNECTIONS_MAX = 8  # of one process to one socket: it has one, and while it dials anew two
 # plain numbers: an enum costs as much as the call that it is passed to
 _EVENTS, _RCVMORE, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
@@ -41,11 +44,25 @@ class Hello(msgspec.Struct, array_like=True):
     minor: int
     uid: str
     cookie: str
+    process: str = ""
 
 
 def hello_frame(config: ControlConfig) -> bytes:
     cookie = config.keys.cookie if config.keys else ""
-    return _HELLO + msgspec.msgpack.encode(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, config.uid, cookie))
+    return _HELLO + msgspec.msgpack.encode(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, config.uid, cookie, config.process))
+
+
+def _who(side: Hello | ControlConfig) -> str:
+    return f"{side.process[:_NAME_MAX] or '?'} (uid {side.uid[:_NAME_MAX]})"
+
+
+def _major_of(frame: bytes) -> int | None:
+    """The first number of a hello in whatever form."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        hello = msgspec.msgpack.decode(memoryview(frame)[1:])
+        if isinstance(hello, list) and hello and isinstance(hello[0], int):
+            return hello[0]
+    return None
 
 
 def pack(envelopes: list[bytes]) -> bytes:
@@ -79,8 +96,20 @@ class Owner(Protocol):
     config: ControlConfig
     receiver: Receiver
 
-    def dial(self, link: Link, lane: Lane) -> DealerPort: ...
+    def dial(self, link: Link, lane: Lane) -> OutPort: ...
     def bad_frame(self, sender: str, reason: str) -> None: ...
+
+
+class OutPort(Protocol):
+    """One lane to a peer that we dialled."""
+
+    outbox: Outbox
+    kicked: bool
+
+    def kick(self) -> None: ...
+    def push(self) -> None: ...
+    def flush(self) -> None: ...
+    def close(self, linger_ms: int) -> None: ...
 
 
 class _Port:
@@ -258,6 +287,7 @@ class RouterPort(_Port):
         super().__init__(transport, socket, lane)
         self.peers: dict[bytes, RouterPeer] = {}
         self.dirty: dict[bytes, RouterPeer] = {}
+        self._forgotten: dict[bytes, None] = {}  # connections of the dead: they do not get in again by another hello
         self._retry: asyncio.TimerHandle | None = None
 
     def read(self) -> None:
@@ -277,35 +307,55 @@ class RouterPort(_Port):
             self.deliver(peer, frame)
         elif kind == _HELLO:
             self._hello(identity, frame)
+        elif kind == _DATA:
+            self.transport.bad_frame("stranger", "a frame before any accepted hello")
+            if identity not in self._forgotten:
+                self._answer(identity, _WHO)  # the hello may have died with its connection
         else:
-            self.transport.bad_frame(
-                peer.uid if peer else "stranger",
-                "a frame before any accepted hello" if peer is None else "unknown kind",
-            )
+            self.transport.bad_frame(peer.uid if peer else "stranger", "unknown kind")
 
     def _hello(self, identity: bytes, frame: bytes) -> None:
         try:
             hello = msgspec.msgpack.decode(memoryview(frame)[1:], type=Hello)
         except msgspec.MsgspecError as error:
-            self.transport.bad_frame("stranger", f"malformed hello: {error}")
-            return
-        keys = self.transport.config.keys
-        if not secrets.compare_digest(hello.cookie.encode(), (keys.cookie if keys else "").encode()):
+            major = _major_of(frame)
+            if major in (None, PROTOCOL_MAJOR):
+                self.transport.bad_frame("stranger", f"malformed hello: {error}")
+                return
+            hello = Hello(major, 0, "?", "")  # another major may say other things in its hello
+        config = self.transport.config
+        if hello.major != PROTOCOL_MAJOR:
+            reason = (
+                f"protocol {hello.major}.{hello.minor} of process {_who(hello)} spoken to process {_who(config)}, which speaks "
+                f"{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}: run the same release of dockyard-actors on both sides"
+            )
+        elif not secrets.compare_digest(hello.cookie.encode(), (config.keys.cookie if config.keys else "").encode()):
             reason = "the hello's cookie is not this run's: wrong key file"
-        elif hello.major != PROTOCOL_MAJOR:
-            reason = f"protocol {hello.major}.{hello.minor} spoken to a process with {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
         else:
-            if identity not in self.peers:
+            if identity not in self.peers and identity not in self._forgotten:
                 self.peers[identity] = RouterPeer(self, identity, hello.uid)
+                self._drop_old(hello.uid)
             return
-        self.transport.bad_frame(hello.uid, reason)
-        with contextlib.suppress(zmq.ZMQError):  # the refused one may be gone already
-            self.socket.send_multipart([identity, _REFUSAL + reason.encode()], zmq.NOBLOCK)
+        self.transport.bad_frame(_who(hello), reason)
+        self._answer(identity, _REFUSAL + reason.encode())
+
+    def _answer(self, identity: bytes, frame: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # whoever it was may be gone already, or does not read
+            self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
+
+    def _drop_old(self, uid: str) -> None:
+        """A ROUTER is not told of connections that end: only the newest ones of a process are kept."""
+        for identity in [key for key, peer in self.peers.items() if peer.uid == uid][:-_CONNECTIONS_MAX]:
+            del self.peers[identity]
+            self.dirty.pop(identity, None)
 
     def forget(self, uid: str) -> None:
         for identity in [key for key, peer in self.peers.items() if peer.uid == uid]:
             del self.peers[identity]
             self.dirty.pop(identity, None)
+            self._forgotten[identity] = None
+        while len(self._forgotten) > _FORGOTTEN_MAX:
+            del self._forgotten[next(iter(self._forgotten))]
 
     def flush(self) -> None:
         if self.dirty:
@@ -359,8 +409,18 @@ class DealerPort(_Port):
             self.deliver(self.link, frame)
         elif frame[:1] == _REFUSAL:
             self.transport.receiver.on_refused(self.link, frame[1:].decode(errors="replace"))
+        elif frame == _WHO:
+            self._introduce()
         else:
             self.transport.bad_frame(str(self.link.address), "unknown kind of frame in a reply")
+
+    def _introduce(self) -> None:
+        """The peer does not know us: our hello was lost with a connection, and it did not handle what came after. Says hello again."""
+        hello = hello_frame(self.transport.config)
+        if all(frame != hello for frame, _ in self.outbox.frames):
+            self.outbox.frames.appendleft((hello, 0))
+            self.kick()
+        self.transport.receiver.on_undeliverable(self.link, self.lane, 1, "the connection's hello had been lost")
 
     def flush(self) -> None:
         self.outbox.end_tick()
@@ -383,7 +443,7 @@ class Link:
 
     def __init__(self, transport: Owner, address: Address) -> None:
         self.transport, self.address = transport, address
-        self.ports: list[DealerPort | None] = [None, None]
+        self.ports: list[OutPort | None] = [None, None]
         self.closed = False
 
     def send(self, lane: Lane, envelope: bytes) -> None:

@@ -51,8 +51,13 @@ class ZapAllowList:
             )
             if not known:
                 self.denied += 1
-                log.warning(
-                    "refused a %s connection from %s: its key is not this run's", mechanism.decode(), address.decode()
+                often = (
+                    self.denied.bit_count() == 1
+                )  # the 1st, 2nd, 4th, 8th …: who tries for ever must not fill the disk
+                log.log(
+                    logging.WARNING if often else logging.DEBUG,
+                    "refused a %s connection from %s: its key is not this run's (%d so far)",
+                    *(mechanism.decode(), address.decode(), self.denied),
                 )
             status = (b"200", b"OK", b"run") if known else (b"400", b"unknown key", b"")
             self._socket.send_multipart([*head, version, request_id, *status, b""])

@@ -1,7 +1,11 @@
-"""The runtime's tests run on uvloop, as role processes do."""
+"""The runtime's tests run on uvloop, as role processes do, and leave nothing behind, each of them."""
 
 import pytest
 import uvloop
+
+from tests.leaks import nothing_is_left_by_a_test
+
+__all__ = ["nothing_is_left_by_a_test"]
 
 
 @pytest.hookimpl

@@ -25,9 +25,14 @@
 | slowloris | tests/faults/runtime/test_limits.py::test_strangers_who_connect_and_say_nothing_are_cut_and_delay_nobody |
 | oversize frame | tests/transport/test_control.py::test_an_envelope_too_large_for_control_is_refused_at_the_sender_and_harms_nobody |
 | wrong protocol version | tests/transport/test_control.py::test_another_protocol_major_and_another_runs_cookie_are_refused_with_the_reason |
+| hello lost with its connection | tests/faults/runtime/test_identity.py::test_a_hello_that_dies_with_its_connection_is_said_again |
+| routing id stolen | tests/faults/runtime/test_identity.py::test_under_curve_a_stranger_cannot_take_over_a_connection_even_with_its_routing_id |
+| flood of nonsense | tests/faults/runtime/test_identity.py::test_a_flood_of_different_nonsense_costs_bounded_memory_and_log |
+| another major with another hello | tests/faults/runtime/test_identity.py::test_another_major_is_refused_by_name_whatever_its_hello_looks_like |
 | duplicate identity | tests/runtime/test_registry.py::test_a_second_process_under_the_uid_of_a_living_one_is_refused |
 | disk full | tests/faults/runtime/test_limits.py::test_a_process_that_cannot_start_for_want_of_disk_says_so_and_leaves_nothing |
 | EMFILE | tests/faults/runtime/test_limits.py::test_a_process_without_descriptors_answers_whom_it_knows_and_takes_newcomers_when_it_has_some |
+| EMFILE at dialling | tests/faults/runtime/test_limits.py::test_an_ask_that_finds_no_descriptor_to_dial_waits_for_one_within_its_deadline |
 | EMFILE at start | tests/faults/runtime/test_limits.py::test_a_system_that_finds_no_descriptor_says_so |
 | wall clock jump, simulated | tests/runtime/test_simulation_scenarios.py::test_the_wall_clock_may_jump |
 | zombie that wakes up, simulated | tests/runtime/test_simulation_scenarios.py::test_a_process_declared_dead_while_it_was_stopped_cannot_act_when_it_wakes_up |

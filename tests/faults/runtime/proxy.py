@@ -38,9 +38,10 @@ class Proxy:
         self._random = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._cut_after: int | None = None
+        self._serving: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Proxy:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -50,6 +51,9 @@ class Proxy:
         self.weather.open_up.set()
         self.weather.open_down.set()
         await self._server.wait_closed()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
         await asyncio.sleep(0)  # aborted transports close in the next turn
 
     def cut(self) -> None:
@@ -60,6 +64,11 @@ class Proxy:
     def cut_after(self, size: int) -> None:
         """Connections die when so many more bytes have gone to the server."""
         self._cut_after = size
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
