@@ -313,13 +313,15 @@ def _top(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dockyard_actors.observe.rundir import RunDir
-    from dockyard_actors.observe.top import NotRunning, watch
+    from dockyard_actors.observe.top import Ended, NotRunning, watch
 
     try:
         asyncio.run(watch(RunDir(args.run).path, Console(), once=args.once, as_lines=args.json))
-    except NotRunning as end:
-        print(end, file=sys.stderr if args.once or args.json else sys.stdout)
-        return FAILED if args.once else OK
+    except Ended as end:
+        print(end, file=sys.stderr if args.json else sys.stdout)
+    except NotRunning as why:
+        print(why, file=sys.stderr)
+        return FAILED
     return OK
 
 

@@ -40,6 +40,10 @@ class NotRunning(Exception):
     """There is nothing to look at; the text says why."""
 
 
+class Ended(NotRunning):
+    """The run ended while it was looked at."""
+
+
 class Runtime(msgspec.Struct, frozen=True):
     """What the launcher writes to `RUNTIME`: an address and a path, no secret."""
 
@@ -91,12 +95,12 @@ async def joined(runtime: Runtime) -> AsyncIterator[ActorSystem]:
 
 
 async def look(system: ActorSystem) -> View:
-    """Asks everybody. Raises NotRunning when the run has ended meanwhile."""
+    """Asks everybody. Raises Ended when the run has ended meanwhile."""
     try:
         known = await system.ref(REGISTRY).ask(ListAll(), deadline_s=ANSWER_S)
         listed = await system.ref("agent").ask(ListProcesses(), deadline_s=ANSWER_S)
     except ActorError as error:
-        raise NotRunning(f"the run has ended: {error}") from None
+        raise Ended(f"the run has ended: {error}") from None
     names = {process.uid: process.name for process in known.processes if process.uid != system.config.uid}
     doors: dict[str, str] = {}  # uid → an actor of that process
     for entry in known.entries:

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dockyard_actors.observe.top import RUNTIME, NotRunning, Runtime, View, as_json, joined, look, render, runtime_of
+from dockyard_actors.cli import main
+from dockyard_actors.observe.top import (
+    RUNTIME,
+    Ended,
+    NotRunning,
+    Runtime,
+    View,
+    as_json,
+    joined,
+    look,
+    render,
+    runtime_of,
+)
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
 from dockyard_actors.runtime.supervision import ProcessInfo
@@ -58,6 +70,14 @@ def test_a_process_that_does_not_answer_is_shown_with_the_reason() -> None:
         assert word in text
 
 
+@pytest.mark.parametrize("how", [[], ["--once"], ["--json"]])
+def test_the_command_fails_where_there_is_nothing_to_look_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    assert main(["top", str(tmp_path), *how]) == 1
+    assert "is not a run directory" in capsys.readouterr().err
+
+
 def test_what_is_no_run_or_does_not_run_is_said_plainly(tmp_path: Path) -> None:
     with pytest.raises(NotRunning, match="is not a run directory"):
         runtime_of(tmp_path)
@@ -83,5 +103,5 @@ async def test_a_run_that_ends_between_two_looks_is_no_error(tmp_path: Path) -> 
         async with joined(runtime) as system:
             await look(system)
             await agent.close()
-            with pytest.raises(NotRunning, match="the run has ended"):
+            with pytest.raises(Ended, match="the run has ended"):
                 await look(system)
