@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dockyard.runtime.caller")
 
 _FRAME_ROOM = 64  # bytes of a frame that are not the envelope's
+_USER, _CONTROL = Lane.USER, Lane.CONTROL  # a member of an enum is a slow attribute
 
 
 class Caller:
@@ -53,6 +54,7 @@ class Caller:
         self.pending: dict[int, PendingReply] = {}
         self.feeds: dict[int, Streaming[Any]] = {}
         self.closed = False
+        self.most = system.config.max_frame_bytes - _FRAME_ROOM  # bytes of an envelope
         self._outlets: dict[str, Outlet] = {}
         self._by_peer: dict[Peer, Outlet] = {}
         self._waiting: dict[int, Waiting] = {}  # waits other than pending replies, by id()
@@ -100,12 +102,13 @@ class Caller:
             if entry is None or (ref.incarnation is not None and ref.incarnation != entry.incarnation):
                 seconds = self.system.config.tell_s if deadline_s is None else deadline_s
                 entry = await routes.resolve(self, ref, self.scoped(seconds)[0])
-            lane = Lane.CONTROL if kind in entry.control else Lane.USER
+            lane = _CONTROL if kind in entry.control else _USER
             outlet = self._outlets.get(entry.uid) or self.outlet(entry)
             window = outlet.window(entry, lane)
             message = wire.Tell(entry.name, entry.incarnation, ref.owner, kind, wire.raw(msg), trace, window.sent + 1)
             envelope = encoder.encode(message)
-            self.fits(envelope, ref, kind)
+            if len(envelope) > self.most:
+                raise self.too_large(envelope, ref, kind)
             if window.take(len(envelope)):
                 outlet.peer.send(lane, envelope)
                 return
@@ -130,7 +133,7 @@ class Caller:
     ) -> msgspec.Raw:
         """One ask of one incarnation. ``repeat``: (request id, deadline of the whole) of an ask that may be sent again."""
         kind = type(msg).__name__
-        lane = Lane.CONTROL if kind in entry.control else Lane.USER
+        lane = _CONTROL if kind in entry.control else _USER
         outlet = self._outlets.get(entry.uid) or self.outlet(entry)
         window = outlet.window(entry, lane)
         request, until = repeat or (self.next_id(), deadline)
@@ -149,7 +152,8 @@ class Caller:
             window.sent + 1,
         )
         envelope = encoder.encode(ask)
-        self.fits(envelope, entry, kind)
+        if len(envelope) > self.most:
+            raise self.too_large(envelope, entry, kind)
         try:
             if window.take(len(envelope)):
                 self.pending[request] = pending
@@ -221,13 +225,11 @@ class Caller:
             self._by_peer[outlet.peer] = outlet
         return outlet
 
-    def fits(self, envelope: bytes, to: Ref | Entry, kind: str) -> None:
-        limit = self.system.config.max_frame_bytes - _FRAME_ROOM
-        if len(envelope) > limit:
-            raise TooLarge(
-                f"{kind} for {to.name} takes {len(envelope)} bytes and an envelope at most {limit} (max_frame_bytes): "
-                "tensors and other bulk go over the data plane"
-            )
+    def too_large(self, envelope: bytes, to: Ref | Entry, kind: str) -> TooLarge:
+        return TooLarge(
+            f"{kind} for {to.name} takes {len(envelope)} bytes and an envelope at most {self.most} (max_frame_bytes): "
+            "tensors and other bulk go over the data plane"
+        )
 
     async def room(
         self, outlet: Outlet, lane: Lane, window: Window, room: PendingRoom, transmit: Callable[[int], int], wait: bool

@@ -28,7 +28,7 @@ class SystemConfig:
 
     mailbox_capacity: int = 1024  # messages an actor's lane holds; beyond it, reading stops and senders stay queued
     window: int = (
-        128  # messages of one sender that an actor lets wait: bounds memory, lets 64 asks in flight pass freely
+        256  # messages of one sender that an actor lets wait: bounds memory, lets 64 asks in flight pass freely
     )
     window_bytes: int = 4 << 20  # ... and how many bytes; one message larger than what is left still goes
     probe_s: float = 1.0  # a sender that waits for room asks so often what the receiver has: credit may have been lost

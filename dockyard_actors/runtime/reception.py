@@ -55,7 +55,7 @@ class Reception:
             self.system.counts.malformed += 1
             log.warning("ignored a malformed envelope from process %s: %s", peer.uid or "?", error)
             return
-        if isinstance(message, (wire.Ask, wire.Tell)):
+        if type(message) is wire.Ask or type(message) is wire.Tell:
             cell = self.system.cells.get(message.dst)
             if cell is not None and cell.incarnation == message.incarnation:
                 cell.offer(peer, lane, message, len(envelope))

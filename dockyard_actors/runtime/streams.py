@@ -68,7 +68,8 @@ class Streaming(Generic[I]):
 
         ask.seq = window.sent + 1
         envelope = encoder.encode(ask)
-        caller.fits(envelope, ref, kind)
+        if len(envelope) > caller.most:
+            raise caller.too_large(envelope, ref, kind)
         if window.take(len(envelope)):
             transmit(window.sent)
         else:

@@ -79,6 +79,13 @@ class HoldAll(Message[None], frozen=True):
     declared: float
 
 
+class Lump(Message[None], frozen=True):
+    """Takes its handler so many seconds, without holding the loop."""
+
+    body: str
+    seconds: float
+
+
 class Die(Message[None], frozen=True):
     how: str  # "kill" | "stop" (SIGSTOP) | "task" | "exit"
 
@@ -129,6 +136,9 @@ class Counter(Actor):
     @control
     async def urgent(self, msg: Urgent) -> int:
         return len(self.seen)
+
+    async def lump(self, msg: Lump) -> None:
+        await asyncio.sleep(msg.seconds)
 
     async def pid(self, msg: Pid) -> int:
         return os.getpid()

@@ -34,7 +34,7 @@ class Proxy:
     def __init__(self, target: int, weather: Weather, seed: int = 0) -> None:
         self.target, self.weather = target, weather
         self.connections = 0
-        self.passed = 0  # bytes, both directions
+        self.taken = 0  # bytes from clients, passed on or not
         self._random = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._cut_after: int | None = None
@@ -96,6 +96,7 @@ class Proxy:
     ) -> None:
         try:
             while data := await reader.read(CHUNK):
+                self.taken += len(data) if up else 0
                 await gate.wait()
                 stall = RETRANSMIT_S if self._random.random() < self.weather.loss else 0.0
                 if any(self.weather.delay_s) or stall:
@@ -109,7 +110,6 @@ class Proxy:
                         return
                     self._cut_after -= len(data)
                 writer.write(data)
-                self.passed += len(data)
                 await writer.drain()
         except (ConnectionError, OSError):
             return
