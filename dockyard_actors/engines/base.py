@@ -6,7 +6,7 @@ Knows nothing of tasks, rewards or training.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -152,6 +152,10 @@ class Manifest(Protocol):
     def entries(self) -> Sequence[ManifestEntry]: ...
 
 
+WeightArrays = Mapping[str, np.ndarray] | Iterator[tuple[str, np.ndarray]]
+"""Arrays by entry name (bfloat16 as uint16): all at hand, or a stream in the manifest's order, each valid until the next is asked for."""
+
+
 class Engine(Protocol):
     """Continuous generation with weights that may change between two decode steps. Methods block and none is safe to call
     from two threads: they belong to the role's engine thread (`roles/engine_driver.py`)."""
@@ -203,11 +207,12 @@ class Engine(Protocol):
         ...
 
     def update_weights(
-        self, views: Mapping[str, np.ndarray], manifest: Manifest, version: int, recompute_kv_cache: bool = True
+        self, weights: WeightArrays, manifest: Manifest, version: int, recompute_kv_cache: bool = True
     ) -> None:
         """Copies weights into the live model between two steps, after the whole manifest was checked. Running completions go
         on with the new weights; with `recompute_kv_cache` their keys and values, and every cached prefix, are computed anew,
-        else the old ones stay and no trainer can reproduce the logprobs. Raises WeightsMismatch with nothing changed."""
+        else the old ones stay and no trainer can reproduce the logprobs. Raises WeightsMismatch with nothing changed, and
+        EngineError when a stream fails half-way: the engine then holds half of one version and half of another."""
         ...
 
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:

@@ -5,7 +5,7 @@ alone up to floating point (see `HFEngine`). Knows nothing of tasks, rewards or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,12 @@ from dockyard_actors.engines.base import (
     GroupResult,
     Manifest,
     SamplingConfig,
+    WeightArrays,
 )
 from dockyard_actors.engines.groups import LiveGroup
 from dockyard_actors.engines.hf_batch import Batch, LiveModel, Row, causal, columns
 from dockyard_actors.engines.kvcache import ATTENTION
-from dockyard_actors.engines.manifest import check_manifest
+from dockyard_actors.engines.manifest import fitting
 from dockyard_actors.engines.sampling import greedy
 from dockyard_actors.engines.stops import StopTable
 from dockyard_actors.transport.torch_views import as_torch
@@ -122,9 +123,9 @@ class HFEngine:
 
     @torch.no_grad()
     def update_weights(
-        self, views: Mapping[str, np.ndarray], manifest: Manifest, version: int, recompute_kv_cache: bool = True
+        self, weights: WeightArrays, manifest: Manifest, version: int, recompute_kv_cache: bool = True
     ) -> None:
-        """Copies `views` into the live parameters (converting between float32 and bfloat16) and sets `version`. With
+        """Copies `weights` into the live parameters (converting between float32 and bfloat16) and sets `version`. With
         `recompute_kv_cache` the next step computes the keys and values of every running completion anew.
 
         Names, shapes and dtypes of the whole manifest are checked first: on WeightsMismatch nothing has changed.
@@ -134,9 +135,9 @@ class HFEngine:
             raise EngineError(f"weight version {version} is older than the live one ({self.version})")
         live = dict(self.model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in live.items()}
-        check_manifest(shapes, views, manifest, f"weights of version {version} do not fit {type(self.model).__name__}")
-        for entry in manifest.entries:
-            live[entry.name].copy_(as_torch(views[entry.name]))
+        what = f"weights of version {version} do not fit {type(self.model).__name__}"
+        for name, view in fitting(shapes, weights, manifest, what):
+            live[name].copy_(as_torch(view))
         self._version = version
         if recompute_kv_cache:
             for batch in self._batches:

@@ -5,7 +5,7 @@ the Hugging Face engine. Knows nothing of tasks, rewards or where weights come f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from dockyard_actors.engines.base import (
     GroupResult,
     Manifest,
     SamplingConfig,
+    WeightArrays,
 )
 from dockyard_actors.engines.groups import LiveGroup, check_length
-from dockyard_actors.engines.manifest import check_manifest
+from dockyard_actors.engines.manifest import fitting
 from dockyard_actors.engines.stops import StopTable
 from dockyard_actors.engines.vllm_worker import FIRST, GREEDY, PROMPT, SEED, TEMPERATURE
 from dockyard_actors.transport.torch_views import as_torch
@@ -181,18 +182,18 @@ class VLLMEngine:
     # Weights.
 
     def update_weights(
-        self, views: Mapping[str, np.ndarray], manifest: Manifest, version: int, recompute_kv_cache: bool = True
+        self, weights: WeightArrays, manifest: Manifest, version: int, recompute_kv_cache: bool = True
     ) -> None:
         """Copies weights into the live model (see engines/base.py). Raises EngineError, and the engine is unusable from then
         on, when copying fails half-way."""
         llm = self.llm
         if version < self.version:
             raise EngineError(f"weight version {version} is older than the live one ({self.version})")
-        check_manifest(self._shapes, views, manifest, f"weights of version {version} do not fit the model")
+        arrays = fitting(self._shapes, weights, manifest, f"weights of version {version} do not fit the model")
         try:
             if recompute_kv_cache and not llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineError("vLLM did not let go of its prefix cache")
-            tensors = ((entry.name, as_torch(views[entry.name])) for entry in manifest.entries)
+            tensors = ((name, as_torch(array)) for name, array in arrays)
             llm.collective_rpc("dockyard_load", args=(tensors,))
             llm.set_weight_version(str(version))
         except Exception as error:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dockyard_actors.engines.base import WeightsMismatch
-from dockyard_actors.engines.manifest import SHOWN, check_manifest
+from dockyard_actors.engines.base import EngineError, WeightsMismatch
+from dockyard_actors.engines.manifest import SHOWN, fitting
 
 SHAPES = {"embed": (4, 2), "head": (4,)}
 
@@ -22,8 +22,9 @@ VIEWS = {"embed": np.zeros((4, 2), np.float32), "head": np.zeros(4, np.uint16)}
 
 
 def test_a_manifest_with_every_parameter_once_fits_in_any_order():
-    check_manifest(SHAPES, VIEWS, SimpleNamespace(entries=ENTRIES), "weights")
-    check_manifest(SHAPES, VIEWS, SimpleNamespace(entries=ENTRIES[::-1]), "weights")
+    for entries in (ENTRIES, ENTRIES[::-1]):
+        arrays = fitting(SHAPES, VIEWS, SimpleNamespace(entries=entries), "weights")
+        assert [(name, array is VIEWS[name]) for name, array in arrays] == [(e.name, True) for e in entries]
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,41 @@ def test_a_manifest_with_every_parameter_once_fits_in_any_order():
 )
 def test_a_misfit_is_named(reason: str, entries: list, views: dict[str, np.ndarray]):
     with pytest.raises(WeightsMismatch, match=f"^weights: {reason}"):
-        check_manifest(SHAPES, views, SimpleNamespace(entries=entries), "weights")
+        fitting(SHAPES, views, SimpleNamespace(entries=entries), "weights")
 
 
 def test_of_many_misfits_some_are_named_and_the_rest_counted():
     shapes = {f"layer{i}": (1,) for i in range(SHOWN + 3)}
     with pytest.raises(WeightsMismatch, match=r"layer4 is missing; and 3 more$"):
-        check_manifest(shapes, {}, SimpleNamespace(entries=[]), "weights")
+        fitting(shapes, {}, SimpleNamespace(entries=[]), "weights")
+
+
+def test_a_stream_is_handed_on_as_it_comes_and_a_misfit_of_the_manifest_stops_it_before_its_first():
+    asked: list[str] = []
+
+    def stream():
+        for name, view in VIEWS.items():
+            asked.append(name)
+            yield name, view
+
+    with pytest.raises(WeightsMismatch, match="head is missing"):
+        fitting(SHAPES, stream(), SimpleNamespace(entries=ENTRIES[:1]), "weights")
+    assert not asked
+    arrays = fitting(SHAPES, stream(), SimpleNamespace(entries=ENTRIES), "weights")
+    assert next(arrays) == ("embed", VIEWS["embed"])
+    assert asked == ["embed"]
+    assert [name for name, _ in arrays] == ["head"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "pairs"),
+    [
+        ("head is next and the end came", [("embed", VIEWS["embed"])]),
+        ("embed is next and head came", [("head", VIEWS["head"]), ("embed", VIEWS["embed"])]),
+        ("the view of embed is float64", [("embed", np.zeros((4, 2)))]),
+        ("embed came after the last one", [*VIEWS.items(), ("embed", VIEWS["embed"])]),
+    ],
+)
+def test_a_stream_that_is_not_what_the_manifest_says_is_an_error(reason: str, pairs: list):
+    with pytest.raises(EngineError, match=f"^weights: {reason}"):
+        list(fitting(SHAPES, iter(pairs), SimpleNamespace(entries=ENTRIES), "weights"))
