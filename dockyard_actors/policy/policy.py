@@ -23,6 +23,7 @@ from dockyard_actors.policy.batch import MicroBatch, Segment, TrainBatch
 from dockyard_actors.policy.logprobs import token_logprobs
 from dockyard_actors.policy.model import ModelSourceError, eos_ids, load_model, load_tokenizer
 from dockyard_actors.policy.packing import ATTENTION
+from dockyard_actors.policy.refit import Refit
 from dockyard_actors.policy.types import ModelConfig, OptimizerConfig, PolicyConfig, StepMetrics
 from dockyard_actors.transport.torch_views import as_torch
 from dockyard_actors.transport.weights_shm import WeightManifest
@@ -98,6 +99,7 @@ class Policy:
         self.model = _prepared(model)
         self.reference: PreTrainedModel | None = None
         self.parameters = dict(self.model.named_parameters())  # tied weights once, under their first name
+        self.refit = Refit(self.model)
         self.step = 0
         self.version = 0
         self.skipped_steps = 0
@@ -288,13 +290,13 @@ class Policy:
     def manifest(self, dtype: str = "float32") -> WeightManifest:
         """Names (as in a Hugging Face checkpoint, tied weights once), shapes and the wire dtype of every tensor."""
         _wire_dtype(dtype)
-        return WeightManifest.of({name: (dtype, tuple(p.shape)) for name, p in self.parameters.items()})
+        return WeightManifest.of({name: (dtype, shape) for name, shape in self.refit.shapes.items()})
 
     @torch.no_grad()
     def write_weights(self, buffers: Mapping[str, np.ndarray]) -> None:
         """Copies every parameter into its buffer: float32, or uint16 for bfloat16. Raises KeyError for a missing one."""
-        for name, parameter in self.parameters.items():
-            as_torch(buffers[name]).copy_(parameter)
+        for name, tensor in self.refit.stream():
+            as_torch(buffers[name]).copy_(tensor)
 
     # ---- checkpoint
 
