@@ -1,0 +1,309 @@
+"""Who takes part in a collective delivery: each engine holds one plain TCP connection, its line, to the trainer for as long as a group lives.
+
+Over it the engine proves that it was invited, both sides agree on what is about to be sent, say that it was taken or why it failed, and
+learn at once that the other one is gone. Every wait ends at a deadline. No weight travels here, and it knows no process groups.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from dockyard_actors.transport.tensors import DataPlaneError
+
+FRAME_BYTES = 1 << 20  # the longest message; the addresses of a thousand members fit
+HELLO_BYTES = 1 << 10  # the longest one from somebody who is not known yet
+STRANGERS = 32  # connections that have not said who they are; the oldest has to go
+_LENGTH = struct.Struct(">I")
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of an engine. Only who was invited knows the epoch."""
+
+    epoch: str
+    rank: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Everybody has come. store_port: of the TCP store for backends that want one, 0 for none."""
+
+    store_port: int = 0
+
+
+class Address(msgspec.Struct, frozen=True, tag=True):
+    """Where this member's backend listens; opaque."""
+
+    value: bytes
+
+
+class Addresses(msgspec.Struct, frozen=True, tag=True):
+    """Everybody's, by rank."""
+
+    values: tuple[bytes, ...]
+
+
+class Header(msgspec.Struct, frozen=True, tag=True):
+    """What is about to be sent. manifest: its xxh3_64. nbytes: of all buckets."""
+
+    version: int
+    nbytes: int
+    manifest: int
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The engine expects just this."""
+
+    version: int
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The engine has every byte of the version."""
+
+    version: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of either side: why it gives up."""
+
+    reason: str
+
+
+Said = Hello | Welcome | Address | Addresses | Header | Accepted | Taken | Failed
+T = TypeVar("T")
+_decoder = msgspec.msgpack.Decoder(Said)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class LineError(DataPlaneError):
+    """Somebody is gone, is late, or gave up. who: their names. said: they told why."""
+
+    def __init__(self, who: Iterable[str], message: str, *, said: bool = False) -> None:
+        super().__init__(message)
+        self.who = tuple(who)
+        self.said = said
+
+
+class Line:
+    """One end of a connection. `who` is the other one. `sock` is taken over."""
+
+    def __init__(self, sock: socket.socket, who: str, limit: int = FRAME_BYTES) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.who = who
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def send(self, message: Said, until: float) -> None:
+        """Raises LineError when it is not on its way at `until` (of time.monotonic())."""
+        body = _encode(message)
+        try:
+            self.sock.settimeout(_left(until))
+            self.sock.sendall(_LENGTH.pack(len(body)) + body)
+            self.sock.setblocking(False)
+        except OSError as error:
+            raise LineError([self.who], f"{self.who} cannot be reached any more: {error}") from error
+
+    def poll(self) -> Said | None:
+        """The next whole message, or None while there is none. Raises LineError when none can come any more."""
+        while True:
+            if (message := self._next()) is not None:
+                return message
+            try:
+                received = self.sock.recv(1 << 16)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise LineError([self.who], f"{self.who} is gone: {error}") from error
+            if not received:
+                raise LineError([self.who], f"{self.who} is gone: it closed its connection")
+            self._buffer += received
+
+    def receive(self, kind: type[T], until: float, what: str) -> T:
+        """The next message, which has to be a `kind`. Raises LineError."""
+        return gather([self], kind, until, what)[self.who]
+
+    def close(self) -> None:
+        self.sock.close()
+
+    def _next(self) -> Said | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self.limit:
+            raise LineError([self.who], f"{self.who} says {length} bytes at once, more than {self.limit}")
+        if len(self._buffer) < _LENGTH.size + length:
+            return None
+        body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
+        del self._buffer[: _LENGTH.size + length]
+        try:
+            return _decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise LineError([self.who], f"{self.who} says what is no message: {error}") from error
+
+
+def _left(until: float) -> float:
+    return max(until - time.monotonic(), 1e-3)
+
+
+def gather(lines: Iterable[Line], kind: type[T], until: float, what: str) -> dict[str, T]:
+    """One `kind` of everybody, by name. Raises LineError for the first who is gone or gives up, and at `until` for all who are late."""
+    waiting = {line.who: line for line in lines}
+    came: dict[str, T] = {}
+    with selectors.DefaultSelector() as selector:
+        for line in waiting.values():
+            selector.register(line.sock, selectors.EVENT_READ, line)
+        ready = list(waiting.values())
+        while True:
+            for line in ready:
+                if line.who not in waiting or (message := line.poll()) is None:
+                    continue
+                if isinstance(message, Failed):
+                    raise LineError([line.who], f"{line.who} gave up: {message.reason}", said=True)
+                if not isinstance(message, kind):
+                    raise LineError([line.who], f"{line.who} says {type(message).__name__} where {what} was due")
+                came[line.who] = message
+                del waiting[line.who]
+                selector.unregister(line.sock)
+            if not waiting:
+                return came
+            if time.monotonic() >= until:
+                raise LineError(waiting, f"{what} of {', '.join(waiting)} did not come")
+            ready = [key.data for key, _ in selector.select(_left(until))]
+
+
+def wrong_ones(lines: Iterable[Line]) -> list[LineError]:
+    """Who is gone or has given up, as far as is known now: those who vanished without a word first."""
+    found: list[LineError] = []
+    for line in lines:
+        try:
+            if isinstance(message := line.poll(), Failed):
+                found.append(LineError([line.who], f"{line.who} gave up: {message.reason}", said=True))
+        except LineError as error:
+            found.append(error)
+    return sorted(found, key=lambda error: error.said)
+
+
+class Door:
+    """Where invited engines knock: a listening socket and a word that nobody can guess."""
+
+    def __init__(self, host: str) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.create_server(address[:2], family=family)
+        self._listener.setblocking(False)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self.epoch = secrets.token_hex(16)
+
+    def roll_call(self, members: Mapping[int, str], until: float) -> list[Line]:
+        """A line to everybody, by rank. Raises LineError for the first who left again, and at `until` for all who did not come. Others
+        who connect are sent away and change nothing."""
+        here: dict[int, Line] = {}
+        strangers: list[Line] = []
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._listener, selectors.EVENT_READ)
+                while len(here) < len(members):
+                    if time.monotonic() >= until:
+                        absent = [name for rank, name in members.items() if rank not in here]
+                        raise LineError(absent, f"{', '.join(absent)} did not come")
+                    for key, _ in selector.select(_left(until)):
+                        if key.data is None:
+                            self._let_in(selector, strangers)
+                        elif key.data in strangers:
+                            self._ask(key.data, selector, strangers, here, members)
+                        elif key.data in here.values() and (message := key.data.poll()) is not None:
+                            reason = message.reason if isinstance(message, Failed) else f"it says {message!r} unasked"
+                            raise LineError([key.data.who], f"{key.data.who} gave up: {reason}", said=True)
+        except BaseException as error:
+            for line in here.values():
+                line.close()
+            if isinstance(error, OSError):
+                absent = [name for rank, name in members.items() if rank not in here]
+                raise LineError(absent, f"nobody can be let in: {error}") from error
+            raise
+        finally:
+            for line in strangers:
+                line.close()
+        return [here[rank] for rank in members]
+
+    def _let_in(self, selector: selectors.BaseSelector, strangers: list[Line]) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except (BlockingIOError, ConnectionError):  # it left before it was let in
+            return
+        strangers.append(Line(sock, f"somebody at {address[0]}", HELLO_BYTES))
+        selector.register(sock, selectors.EVENT_READ, strangers[-1])
+        if len(strangers) > STRANGERS:
+            _send_away(strangers[0], selector, strangers)
+
+    def _ask(
+        self,
+        line: Line,
+        selector: selectors.BaseSelector,
+        strangers: list[Line],
+        here: dict[int, Line],
+        members: Mapping[int, str],
+    ) -> None:
+        try:
+            message = line.poll()
+        except LineError:
+            return _send_away(line, selector, strangers)
+        if message is None:
+            return None
+        if (
+            not isinstance(message, Hello)
+            or not secrets.compare_digest(message.epoch.encode(), self.epoch.encode())
+            or message.rank not in members
+        ):
+            return _send_away(line, selector, strangers)
+        strangers.remove(line)
+        if (before := here.get(message.rank)) is not None:  # it tries again
+            selector.unregister(before.sock)
+            before.close()
+        line.who, line.limit = members[message.rank], FRAME_BYTES
+        here[message.rank] = line
+        return None
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _send_away(line: Line, selector: selectors.BaseSelector, strangers: list[Line]) -> None:
+    selector.unregister(line.sock)
+    strangers.remove(line)
+    line.close()
+
+
+Exchange = Callable[[bytes], tuple[bytes, ...]]
+
+
+def exchange_of_trainer(lines: list[Line], until: float) -> Exchange:
+    """Rank 0's part of making everybody's address known to everybody."""
+
+    def exchange(mine: bytes) -> tuple[bytes, ...]:
+        addresses = gather(lines, Address, until, "the address")
+        values = (mine, *(addresses[line.who].value for line in lines))
+        for line in lines:
+            line.send(Addresses(values), until)
+        return values
+
+    return exchange
+
+
+def exchange_of_engine(lines: list[Line], until: float) -> Exchange:
+    """The other ranks' part."""
+
+    (line,) = lines
+
+    def exchange(mine: bytes) -> tuple[bytes, ...]:
+        line.send(Address(mine), until)
+        return line.receive(Addresses, until, "the addresses").values
+
+    return exchange
