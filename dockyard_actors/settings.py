@@ -130,6 +130,9 @@ class DataPlaneConfig(Section):
 class WeightSyncConfig(Section):
     """How new weights reach engines that generate."""
 
+    # How they travel: shm (one host), collective (Gloo, to any host, from the parameters as they are), auto: by where each engine is.
+    transport: Literal["auto", "shm", "collective"] = "auto"
+    bucket_mib: int = Field(default=16, ge=1)  # collective: sent in pieces of this size, two of which each side holds
     timeout_s: float = Field(default=300.0, gt=0)  # a dead engine restarts and pulls meanwhile
     dtype: Literal["float32", "bfloat16"] = "float32"
     # What runs when new weights come: keep (goes on under the new weights), wait (ends first), abort (is cut, then resumed).

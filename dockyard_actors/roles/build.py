@@ -109,13 +109,17 @@ def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: st
         return Controller(config, tasks, run_dir, run.session)
     if role == "rollout":
         from dockyard_actors.roles.rollout import Rollout
+        from dockyard_actors.roles.weight_source import WeightSource
 
-        weights = WeightReader(FdClient(run.fd_path))
+        weights = WeightSource(WeightReader(FdClient(run.fd_path)))
         return Rollout(config, tasks, make_engine(config, socket_dir), make_plane(config, run, name), weights)
     if role == "evaluator":
         from dockyard_actors.roles.evaluator import Evaluator
+        from dockyard_actors.roles.weight_source import WeightSource
 
-        return Evaluator(config, tasks, make_engine(config, socket_dir), WeightReader(FdClient(run.fd_path)))
+        return Evaluator(
+            config, tasks, make_engine(config, socket_dir), WeightSource(WeightReader(FdClient(run.fd_path)))
+        )
     if role == "trainer":
         from dockyard_actors.roles.learner import Learner
         from dockyard_actors.roles.trainer import Trainer

@@ -17,11 +17,10 @@ from dockyard_actors.roles.engine_driver import EngineDriver, SuspectWeights
 from dockyard_actors.roles.evaluation import WrongVersion, evaluate
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.scoring import broker_judge
-from dockyard_actors.roles.synchronizer import digest_of
+from dockyard_actors.roles.weight_source import Mapped, Sent, WeightSource
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.tasks.types import TaskSet
-from dockyard_actors.transport.tensors import ChecksumError, DataPlaneError, checksum
-from dockyard_actors.transport.weights_shm import WeightReader
+from dockyard_actors.transport.tensors import DataPlaneError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +33,8 @@ class OlderWeights(EngineError):
 
 
 class TornWeights(SuspectWeights):
-    """The slot was given to another version while the engine copied it: newer weights are there, or about to be."""
+    """The slot was given to another version while the engine copied it, or the delivery broke off: the engine holds parts of two versions.
+    Newer weights are there, or about to be."""
 
 
 class UnloadableWeights(SuspectWeights):
@@ -44,7 +44,7 @@ class UnloadableWeights(SuspectWeights):
 class EngineHost(Actor):
     """One process with one engine. Subclasses say what it generates for."""
 
-    def __init__(self, config: Config, tasks: TaskSet, engine: Engine, weights: WeightReader):
+    def __init__(self, config: Config, tasks: TaskSet, engine: Engine, weights: WeightSource):
         self.config = config
         self.tasks = tasks.by_id()
         self.engine = engine
@@ -65,7 +65,9 @@ class EngineHost(Actor):
 
     async def on_stop(self) -> None:
         self.driver.close()
-        await self.driver.closed(STOP_SHARE * min(self.config.supervision.stop_grace_s, self.ctx.system.config.stop_s))
+        grace_s = min(self.config.supervision.stop_grace_s, self.ctx.system.config.stop_s)
+        if await self.driver.closed(STOP_SHARE * grace_s):
+            self.weights.close()  # the engine's thread was the one that used it
 
     def _engine_failed(self, error: BaseException) -> None:
         """A decode step raised: nothing can be said of the engine any more. Its agent starts another process."""
@@ -88,40 +90,44 @@ class EngineHost(Actor):
         return applied
 
     def _apply(self, msg: m.UpdateWeights) -> m.Applied:
-        """Copies the slot into the engine. The digest is of the bytes that were read, not of what the ref claims."""
-        ref, config, began = msg.ref, self.config.weight_sync, time.perf_counter()
-        if ref.version < self.engine.version:
-            raise OlderWeights(f"weights version {ref.version} come after {self.engine.version}")
-        manifest = self.weights.manifest(ref)
-        log.debug("sync phase copy of version %d", ref.version)
-        with self.report.trace.span("sync.copy", version=ref.version), self.weights.open(ref) as views:
-            digest = digest_of(checksum(views[entry.name]) for entry in manifest.entries)
-            if digest != digest_of(ref.checksums):
-                raise ChecksumError(
-                    f"weights version {ref.version}: the bytes in slot {ref.slot} are not those that were published"
-                )
+        """Brings the offered weights into the engine. The digest is of the bytes that were read, not of what the offer claims."""
+        version, began = msg.offer.version, time.perf_counter()
+        if version < self.engine.version:
+            raise OlderWeights(f"weights version {version} come after {self.engine.version}")
+        log.debug("sync phase copy of version %d", version)
+        with self.report.trace.span("sync.copy", version=version), self.weights.opened(msg.offer) as incoming:
+            self._load(version, incoming)
+        mismatch = self._prove(version, msg.canary) if msg.canary is not None else -1.0
+        log.debug("sync phase done for version %d", version)
+        return m.Applied(version, incoming.digest, mismatch, time.perf_counter() - began)
+
+    def _load(self, version: int, incoming: Mapped | Sent) -> None:
+        recompute = self.config.weight_sync.recompute_kv_cache
+        try:
+            self.engine.update_weights(incoming.weights, incoming.manifest, version, recompute)
+        except WeightsMismatch:
+            raise
+        except Exception as error:
+            if incoming.lost is not None:
+                raise TornWeights(f"weights version {version} broke off half-way: {incoming.lost}") from error
+            raise UnloadableWeights(f"weights version {version} could not be loaded: {error}") from error
+        try:
+            incoming.check()
+        except DataPlaneError as error:
+            raise TornWeights(f"weights version {version} arrived torn: {error}") from error
+
+    def _prove(self, version: int, canary: m.Canary) -> float:
+        """The canary's mismatch in nats. Raises SuspectWeights when it is too large."""
+        log.debug("sync phase canary of version %d", version)
+        config = self.config.weight_sync
+        limit = config.canary_limit or max(LIMITS[config.dtype], LIMITS[self.config.generation.dtype])
+        with self.report.trace.span("sync.canary", version=version) as args:
             try:
-                self.engine.update_weights(views, manifest, ref.version, config.recompute_kv_cache)
-            except WeightsMismatch:
-                raise
+                mismatch = check_canary(self.engine, canary, limit, config.recompute_kv_cache)
             except Exception as error:
-                raise UnloadableWeights(f"weights version {ref.version} could not be loaded: {error}") from error
-            try:
-                views.check()  # the slot held this version until the last byte was copied
-            except DataPlaneError as error:
-                raise TornWeights(f"weights version {ref.version} arrived torn: {error}") from error
-        mismatch = -1.0
-        if msg.canary is not None:
-            log.debug("sync phase canary of version %d", ref.version)
-            limit = config.canary_limit or max(LIMITS[config.dtype], LIMITS[self.config.generation.dtype])
-            with self.report.trace.span("sync.canary", version=ref.version) as args:
-                try:
-                    mismatch = check_canary(self.engine, msg.canary, limit, config.recompute_kv_cache)
-                except Exception as error:
-                    raise SuspectWeights(f"weights version {ref.version}: {error}") from error
-                args["mismatch"] = mismatch
-        log.debug("sync phase done for version %d", ref.version)
-        return m.Applied(ref.version, digest, mismatch, time.perf_counter() - began)
+                raise SuspectWeights(f"weights version {version}: {error}") from error
+            args["mismatch"] = mismatch
+        return mismatch
 
     async def pull_weights(self) -> None:
         """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0. Returns when some
@@ -135,9 +141,9 @@ class EngineHost(Actor):
                 await self.wait_fresher(1.0)
             elif self.proven < 0:  # else the trainer's own push was faster
                 try:
-                    await self.update_weights(m.UpdateWeights(ref=reply.ref, canary=reply.canary))
+                    await self.update_weights(m.UpdateWeights(offer=reply.offer, canary=reply.canary))
                 except (DataPlaneError, OlderWeights, TornWeights) as error:  # most likely replaced while it was pulled
-                    log.warning("weights version %d could not be pulled, asking again: %s", reply.ref.version, error)
+                    log.warning("weights version %d could not be pulled, asking again: %s", reply.offer.version, error)
                     self.report("waits for weights that can be pulled")
                     await self.wait_fresher(1.0)
 

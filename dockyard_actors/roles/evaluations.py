@@ -16,7 +16,6 @@ from dockyard_actors.observe.rollouts import RolloutSample
 from dockyard_actors.roles import messages as m
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.tasks.types import Task
-from dockyard_actors.transport.weights_shm import WeightRef
 
 if TYPE_CHECKING:
     from dockyard_actors.roles.trainer import Trainer
@@ -102,27 +101,31 @@ class Evaluations:
             await self.trainer.tell(m.Warn(text=text))
         return [sample for reply in replies for sample in reply.examples]
 
-    def when_due(self, ref: WeightRef, canary: m.Canary | None, step: int) -> None:
+    def when_due(self, version: int, canary: m.Canary | None, step: int) -> None:
         """Every eval.every steps, or as soon after as the evaluator is done with the evaluation before."""
         every, last = self.config.eval.every, step >= self.config.grpo.max_num_steps
         if every and step and step % every == 0 and not last:
             self.due = step
         if self.due and not last and (self.pinned is None or self.pinned.done()):
             self.pinned = self.trainer.ctx.spawn(
-                self._pinned(ref, canary, step, self.due), name=f"evaluate step {step}"
+                self._pinned(version, canary, step, self.due), name=f"evaluate step {step}"
             )
             self.due = 0
 
-    async def _pinned(self, ref: WeightRef, canary: m.Canary | None, step: int, due: int) -> None:
+    async def _pinned(self, version: int, canary: m.Canary | None, step: int, due: int) -> None:
         """The evaluator takes a copy of these weights and keeps it while training goes on."""
+        sync = self.trainer.sync
         try:
+            offer = sync.offer_to("evaluator", version) if sync is not None else None
+            if offer is None:
+                raise ActorError(f"version {version} is not held any more")
             await self.trainer.ctx.ref("evaluator").ask(
-                m.UpdateWeights(ref=ref, canary=canary), deadline_s=self.config.weight_sync.timeout_s, retry=True
+                m.UpdateWeights(offer=offer, canary=canary), deadline_s=self.config.weight_sync.timeout_s, retry=True
             )
             for split, mode, tasks in self._evaluations():
                 if self.trainer.stop_reason:
                     return
-                await self._evaluate(["evaluator"], split, mode, tasks, ref.version, step, again=False)
+                await self._evaluate(["evaluator"], split, mode, tasks, version, step, again=False)
         except (
             ActorError
         ) as error:  # its weights were replaced before it had them, or it died: the next version will do

@@ -30,10 +30,13 @@ from dockyard_actors.policy.types import ModelConfig
 from dockyard_actors.policy.warmup import WarmupPlan, warm_up
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.messages import OpenGroup
+from dockyard_actors.roles.weight_routes import Collective, Kind, Route, SharedMemory
 from dockyard_actors.tasks.repair import warmup_pairs
 from dockyard_actors.tasks.types import Task
+from dockyard_actors.transport.base import Address
 from dockyard_actors.transport.fdclient import FdClient
 from dockyard_actors.transport.plane import DataPlane
+from dockyard_actors.transport.weights_collective import CollectiveSender
 from dockyard_actors.transport.weights_shm import WeightPublisher
 
 log = logging.getLogger(__name__)
@@ -128,11 +131,19 @@ class Learner:
 
     # ---- weights out
 
-    def publisher(self, client: FdClient, dtype: str) -> WeightPublisher:
-        return WeightPublisher(client, self.policy.manifest(dtype))
-
-    def write_weights(self, buffers: Mapping[str, np.ndarray]) -> None:
-        self.policy.write_weights(buffers)
+    def route(self, kind: Kind, client: FdClient, here: Address) -> Route:
+        """One way for weights to leave this process. here: where it can be reached."""
+        config = self.config.weight_sync
+        manifest = self.policy.manifest(config.dtype)
+        if kind == "shm":
+            return SharedMemory(WeightPublisher(client, manifest), self.policy.write_weights)
+        sender = CollectiveSender(
+            manifest,
+            here.interface,
+            bucket_bytes=config.bucket_mib << 20,
+            timeout_s=config.timeout_s / 2,  # when it breaks off there is time for those who are left
+        )
+        return Collective(sender, self.policy.refit.stream)
 
     def canary_ids(self, tasks: Sequence[Task], most: int) -> np.ndarray:
         """(T,) int32, 2 <= T <= most: the first prompts, one behind the other."""

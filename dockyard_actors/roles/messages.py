@@ -16,7 +16,8 @@ from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.transport.tensors import TensorRef
-from dockyard_actors.transport.weights_shm import WeightRef
+from dockyard_actors.transport.weights_meeting import Meeting
+from dockyard_actors.transport.weights_shm import WeightManifest, WeightRef
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -327,6 +328,17 @@ class Canary(msgspec.Struct, frozen=True):
     temperature: float
 
 
+class Invitation(msgspec.Struct, frozen=True, tag=True):
+    """Weights that the trainer sends to everybody who meets it there: one engine's part in it."""
+
+    version: int
+    manifest: WeightManifest
+    meeting: Meeting
+
+
+Offer = WeightRef | Invitation  # where the weights are in shared memory, or where they are going to be sent
+
+
 class Applied(msgspec.Struct, frozen=True, tag=True):
     """The engine holds these weights. `digest` is xxh3 over the checksums of the bytes it read, entry by entry; `mismatch` the mean
     |Δ| of the canary's logprobs in nats, -1 without a canary; `paused_s` how long decoding stood still."""
@@ -338,9 +350,9 @@ class Applied(msgspec.Struct, frozen=True, tag=True):
 
 
 class UpdateWeights(Message[Applied], frozen=True, tag=True):
-    """Swap to these weights between two decode steps and prove it before generating on. Retryable."""
+    """Swap to these weights between two decode steps and prove it before generating on. Retryable, but for an invitation."""
 
-    ref: WeightRef
+    offer: Offer
     canary: Canary | None = None
 
 
@@ -373,12 +385,12 @@ class Evaluate(Message[Evaluated], frozen=True, tag=True):
 
 
 class Weights(msgspec.Struct, frozen=True, tag=True):
-    ref: WeightRef
+    offer: Offer
     canary: Canary | None = None
 
 
 class NoWeights(msgspec.Struct, frozen=True, tag=True):
-    """Nothing was published yet."""
+    """Nothing was published yet, or nothing can be had right now: the next version is delivered to whoever asked."""
 
 
 class CurrentWeights(Message[Weights | NoWeights], frozen=True, tag=True):

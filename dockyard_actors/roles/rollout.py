@@ -21,12 +21,12 @@ from dockyard_actors.roles.engine_host import EngineHost
 from dockyard_actors.roles.evaluation import decode
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.scoring import Score, score, to_sample
+from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.tasks.seeds import sample_seed
 from dockyard_actors.tasks.types import Task, TaskSet
 from dockyard_actors.transport.plane import Block, DataPlane, TensorRef
 from dockyard_actors.transport.tensors import ALIGNMENT
-from dockyard_actors.transport.weights_shm import WeightReader
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ LEASE_WAIT_S = 5.0  # one long poll for work; the loop then looks again, so noth
 class Rollout(EngineHost):
     """One process with one engine."""
 
-    def __init__(self, config: Config, tasks: TaskSet, engine: Engine, plane: DataPlane, weights: WeightReader):
+    def __init__(self, config: Config, tasks: TaskSet, engine: Engine, plane: DataPlane, weights: WeightSource):
         super().__init__(config, tasks, engine, weights)
         self.plane = plane
         self.stopping = False

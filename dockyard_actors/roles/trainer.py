@@ -30,7 +30,6 @@ from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import RestartProcess
 from dockyard_actors.tasks.types import TaskSet
 from dockyard_actors.transport.fdclient import FdClient
-from dockyard_actors.transport.weights_shm import WeightRef
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +59,7 @@ class Trainer(Actor):
         self.members = [f"rollout-{index}" for index in range(config.rollout.count)]
         self.stop_reason = ""
         self.stopping = asyncio.Event()
+        self.published = -1  # the step whose parameters are the newest version
         self.version = -1  # the newest that was ever given out, as far as this process knows
         self.holding: set[int] = set()  # leases that were taken and are not stepped yet
         self.stepped: deque[tuple[int, ...]] = deque(maxlen=TOLD_STEPS)  # ... and of the last steps
@@ -170,20 +170,34 @@ class Trainer(Actor):
             await self.delivered()
         version = self.version = (await self.tell(m.NextVersion(above=self.version))).version
         if self.sync is None:
-            publisher = await self.compute(self.learner.publisher, self.fd_client, self.config.weight_sync.dtype)
-            self.sync = WeightSynchronizer(self.ctx, publisher, self.members, self.config.weight_sync.timeout_s)
+            self.sync = self._synchronizer()
         self.sync.mark_stale()
         self.report(f"writing weights version {version}")
+        self.published = self.learner.step
         with trace.span("write_weights", version=version):
-            ref = await self.compute(self.sync.write, version, self.learner.write_weights)
+            await self.sync.prepare(version)
             canary = await self.compute(self._canary) if self.config.weight_sync.canary else None
-        delivery = self._deliver(self.sync, ref, canary, self.learner.step, written, trained)
+        delivery = self._deliver(self.sync, version, canary, self.learner.step, written, trained)
         self.delivery = self.ctx.spawn(delivery, name=f"deliver version {version}")
+        await self.sync.sent.wait()  # the parameters must not change before
         if self.config.max_age == 0:
             self.report(f"waits until every engine holds version {version}")
             with trace.waiting("sync", "engines"):
                 await self.delivered()
         return version
+
+    def _synchronizer(self) -> WeightSynchronizer:
+        config, address = self.config, self.ctx.system.transport.address
+        return WeightSynchronizer(
+            self.ctx,
+            self.members,
+            make=lambda kind: self.learner.route(kind, self.fd_client, address),
+            compute=self.compute,
+            live=lambda: self.learner.step == self.published,
+            timeout_s=config.weight_sync.timeout_s,
+            transport=config.weight_sync.transport,
+            always=("shm",) if config.eval.every else (),
+        )
 
     async def delivered(self) -> None:
         """Every engine holds the newest weights, or is being restarted. Raises what the delivery raised."""
@@ -194,23 +208,23 @@ class Trainer(Actor):
     async def _deliver(
         self,
         sync: WeightSynchronizer,
-        ref: WeightRef,
+        version: int,
         canary: m.Canary | None,
         step: int,
         since_s: float,
         trained: tuple[m.OpenGroup, ...],
     ) -> None:
-        synced = await sync.sync_weights(ref, canary)
+        synced = await sync.sync_weights(version, canary)
         self.report.facts["sync"] = f"paused {synced.paused_s * 1e3:.0f} ms, canary {synced.mismatch:.2g} nats"
         for name in synced.failed:
-            await self.tell(m.Warn(text=f"{name} did not take weights version {ref.version} and is restarted"))
-            self.ctx.spawn(self._restart(name, ref.version), name=f"restart {name}")
+            await self.tell(m.Warn(text=f"{name} did not take weights version {version} and is restarted"))
+            self.ctx.spawn(self._restart(name, version), name=f"restart {name}")
         if self.admitting:
-            await self.tell(m.EnginesFresh(version=ref.version, step=step))
+            await self.tell(m.EnginesFresh(version=version, step=step))
         now = time.time()
         for group in trained:
-            self.report.trace.add("sync", since_s, now, lease=group.meta.lease, version=ref.version)
-        self.evaluations.when_due(ref, canary, step)
+            self.report.trace.add("sync", since_s, now, lease=group.meta.lease, version=version)
+        self.evaluations.when_due(version, canary, step)
 
     async def open_admission(self, version: int) -> None:
         self.admitting = True
@@ -240,7 +254,7 @@ class Trainer(Actor):
         log.error("nobody restarts %s", name)
 
     async def current_weights(self, msg: m.CurrentWeights) -> m.Weights | m.NoWeights:
-        return self.sync.current(msg.rollout) if self.sync is not None else m.NoWeights()
+        return await self.sync.current(msg.rollout) if self.sync is not None else m.NoWeights()
 
     async def next_batch(self, version: int) -> tuple[m.OpenGroup, ...] | None:
         """The batch that was asked for during the last step, or one that is asked for now; None when the run was asked to stop."""

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dockyard_actors.runtime.errors import ActorError, MailboxFull
+from dockyard_actors.runtime.errors import ActorError, AskTimeout, MailboxFull
 from dockyard_actors.runtime.message import I, Message, R, Stream
 from dockyard_actors.runtime.streams import Streaming
 
@@ -28,6 +28,31 @@ class Ref:
 
     def __repr__(self) -> str:
         return f"Ref({self.name}{'' if self.incarnation is None else f'#{self.incarnation}'})"
+
+    @property
+    def host(self) -> str | None:
+        """Id of the host (see `transport.base.host_id`) of the process that serves the name now; None while nobody does, as far as is
+        known here."""
+        entry = self._caller.system.directory.alive(self.name)
+        return entry.address.host if entry is not None else None
+
+    @property
+    def here(self) -> str:
+        """Id of the host of the process that holds this reference."""
+        return self._caller.system.transport.address.host
+
+    async def located(self, *, deadline_s: float) -> str:
+        """`host`, waiting until somebody serves the name. Raises AskTimeout."""
+        caller = self._caller
+        deadline = caller.loop.time() + deadline_s
+        with caller.waiting(self.owner, self.name, "its host", "start", deadline):
+            try:
+                entry = await caller.system.directory.wait_alive(self.name, 0, deadline)
+            except TimeoutError:
+                raise AskTimeout(
+                    f"{self.owner} waited {deadline_s:g} s for {self.name} to be registered anywhere, in vain"
+                ) from None
+        return entry.address.host
 
     def ask(
         self, msg: Message[R], *, deadline_s: float | None = None, retry: bool = False, wait: bool = True

@@ -36,6 +36,11 @@ class Address(msgspec.Struct, frozen=True):
     ipc: str = ""
     tcp: tuple[str, str] = ("", "")
 
+    @property
+    def interface(self) -> str:
+        """The host part of the tcp endpoints, where other hosts reach this process; loopback when it listens on none."""
+        return self.tcp[Lane.CONTROL].removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
+
     def endpoint(self, lane: Lane, here: str) -> str:
         """The ZMQ endpoint a peer on host ``here`` connects to; TransportError when there is no way."""
         if self.ipc and self.host in ("", here):

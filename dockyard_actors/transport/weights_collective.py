@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
-import msgspec
 import numpy as np
 import torch
 
 from dockyard_actors.transport.tensors import DataPlaneError
 from dockyard_actors.transport.torch_views import as_array
 from dockyard_actors.transport.weights_buckets import Packer, Unpacker, largest, manifest_digest, plan
-from dockyard_actors.transport.weights_group import Backend, Group, GroupError
+from dockyard_actors.transport.weights_group import Group, GroupError
 from dockyard_actors.transport.weights_lines import (
     Accepted,
     Door,
@@ -31,24 +30,12 @@ from dockyard_actors.transport.weights_lines import (
     Welcome,
     gather,
 )
+from dockyard_actors.transport.weights_meeting import Backend, Meeting
 from dockyard_actors.transport.weights_shm import WeightManifest
 
 BUCKET_BYTES = 16 << 20  # larger ones are no faster over loopback
 TIMEOUT_S = 120.0  # for one version, meeting included
 TRAINER = "the trainer"
-
-
-class Meeting(msgspec.Struct, frozen=True):
-    """Where an engine meets the others, and as whom. Whoever knows it can take part: it travels on the authenticated control plane only."""
-
-    host: str
-    port: int
-    epoch: str  # names the group; unguessable
-    rank: int  # 1..world-1; the trainer is 0
-    world: int
-    backend: Backend
-    bucket_bytes: int
-    timeout_s: float  # for one version, meeting included
 
 
 class CollectiveError(DataPlaneError):
@@ -192,7 +179,9 @@ class CollectiveReceiver:
         self._epoch = ""
         self._group: Group | None = None
 
-    def receive(self, meeting: Meeting, manifest: WeightManifest, version: int) -> Iterator[tuple[str, np.ndarray]]:
+    def receive(
+        self, meeting: Meeting, manifest: WeightManifest, version: int
+    ) -> Generator[tuple[str, np.ndarray], None, None]:
         """Entries by name in the manifest's order as they arrive, on the CPU: read-only arrays (bfloat16 as uint16) that are valid until
         the next entry is asked for. Nothing happens before the first is asked for; the delivery is complete when the iteration ends by
         itself, and leaving it early leaves the group.

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from dockyard_actors.transport.weights_lines import (
     exchange_of_trainer,
     wrong_ones,
 )
-
-Backend = Literal["gloo", "nccl"]
+from dockyard_actors.transport.weights_meeting import Backend
 
 SAY_WHY_S = 1.0  # to tell the others why, once it has failed
 POLL_S = 5e-4  # between looks at a device's queue

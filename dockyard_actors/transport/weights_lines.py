@@ -6,6 +6,7 @@ learn at once that the other one is gone. Every wait ends at a deadline. No weig
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import selectors
 import socket
@@ -17,9 +18,11 @@ from typing import TypeVar
 import msgspec
 
 from dockyard_actors.transport.tensors import DataPlaneError
+from dockyard_actors.transport.weights_meeting import Meeting
 
 FRAME_BYTES = 1 << 20  # the longest message; the addresses of a thousand members fit
 HELLO_BYTES = 1 << 10  # the longest one from somebody who is not known yet
+DECLINE_S = 5.0  # for a few bytes to a process that listens or is gone
 STRANGERS = 32  # connections that have not said who they are; the oldest has to go
 _LENGTH = struct.Struct(">I")
 
@@ -279,6 +282,18 @@ def _send_away(line: Line, selector: selectors.BaseSelector, strangers: list[Lin
     selector.unregister(line.sock)
     strangers.remove(line)
     line.close()
+
+
+def decline(meeting: Meeting, reason: str) -> None:
+    """Says in the stead of an engine that it will not come, so that nobody waits for it. Nothing happens when the meeting is over."""
+    until = time.monotonic() + DECLINE_S
+    with contextlib.suppress(OSError, LineError):
+        line = Line(socket.create_connection((meeting.host, meeting.port), DECLINE_S), "the trainer")
+        try:
+            line.send(Hello(meeting.epoch, meeting.rank), until)
+            line.send(Failed(reason), until)
+        finally:
+            line.close()
 
 
 Exchange = Callable[[bytes], tuple[bytes, ...]]

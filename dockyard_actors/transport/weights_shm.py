@@ -63,7 +63,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
 
-class WeightRef(msgspec.Struct, frozen=True):
+class WeightRef(msgspec.Struct, frozen=True, tag=True):
     """All that travels: which version lies where, and the xxh3_64 of each entry in the manifest's order."""
 
     arena: str

@@ -22,6 +22,8 @@ from dockyard_actors.roles.learner import StepOutcome
 from dockyard_actors.roles.ledger import Event, recount
 from dockyard_actors.roles.rollout import Rollout
 from dockyard_actors.roles.trainer import Trainer
+from dockyard_actors.roles.weight_routes import Kind, Route, SharedMemory
+from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.supervision import RestartProcess
@@ -155,10 +157,9 @@ class Learner:
     def save(self) -> None:
         self.disk.checkpoint, self.disk.trained = self.step, self.trained
 
-    def publisher(self, client: Any, dtype: str) -> Publisher:
-        return Publisher()
-
-    def write_weights(self, buffers: dict[str, np.ndarray]) -> None: ...
+    def route(self, kind: Kind, client: Any, here: Any) -> Route:
+        assert kind == "shm"
+        return SharedMemory(Publisher(), lambda buffers: None)  # type: ignore[arg-type]
 
     def train(self, groups: Sequence[m.OpenGroup], version: int) -> StepOutcome:
         for group in groups:
@@ -244,7 +245,7 @@ class Run:
             case _:
                 texts = tuple("1" * rng.randint(1, 5) + "\n" for _ in range(2))
                 engine = ScriptedEngine(texts, version=-1)
-                return Rollout(disk.config, disk.tasks, engine, disk.plane, ScriptedWeights())  # type: ignore[arg-type]
+                return Rollout(disk.config, disk.tasks, engine, disk.plane, WeightSource(ScriptedWeights()))  # type: ignore[arg-type]
 
     async def _judge(self, rng: random.Random) -> Verdict:
         await asyncio.sleep(rng.uniform(0.0, 0.5))

@@ -50,14 +50,14 @@ def test_precision_has_its_own_limit() -> None:
 
 async def test_a_rollout_acknowledges_what_its_canary_measured(tmp_path: Path) -> None:
     async with rolling(tmp_path, passes_when_one, open=False) as run:
-        applied = await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(3), canary=canary_for(3, 0.25e-3)))
+        applied = await run.world.ask("rollout-0", m.UpdateWeights(offer=ref_of(3), canary=canary_for(3, 0.25e-3)))
         assert applied.mismatch == pytest.approx(0.25e-3, rel=1e-2)
 
 
 async def test_nothing_is_generated_with_weights_whose_canary_failed(tmp_path: Path) -> None:
     async with rolling(tmp_path, passes_when_one, open=False) as run:
         with pytest.raises(RemoteError, match="trainer and engine disagree"):
-            await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(1), canary=canary_for(7)))
+            await run.world.ask("rollout-0", m.UpdateWeights(offer=ref_of(1), canary=canary_for(7)))
         await run.world.publish()
         await eventually(lambda: run.rollout.generating == 4)
         evaluation = m.Evaluate(prompts=("heldout-0",), samples=2, greedy=False, seed=0, version=1, step=0)
@@ -65,7 +65,7 @@ async def test_nothing_is_generated_with_weights_whose_canary_failed(tmp_path: P
         await run.rollout.driver.call(lambda: None)  # whatever it would have done before, it had the time for
         assert not run.engine.requests, "the engine did not even get one"
         assert not run.world.buffer.groups
-        await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(2), canary=canary_for(2)))
+        await run.world.ask("rollout-0", m.UpdateWeights(offer=ref_of(2), canary=canary_for(2)))
         await eventually(lambda: len(run.world.buffer.groups) == 4)
         assert {held.meta.oldest_version for held in run.world.buffer.groups.values()} == {2}
         with pytest.raises(RemoteError, match="holds weights 2, asked to evaluate 1"):

@@ -15,7 +15,7 @@ from dockyard_actors.engines.base import WeightsMismatch
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.engine_host import UnloadableWeights
 from dockyard_actors.roles.evaluator import Evaluator
-from dockyard_actors.roles.synchronizer import digest_of
+from dockyard_actors.roles.weight_source import WeightSource, digest_of
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.errors import RemoteError
 from tests.roles.test_rollout import ScriptedWeights, passes_when_one, ref_of, rolling
@@ -50,7 +50,7 @@ async def test_a_restarted_rollout_pulls_the_newest_weights_before_it_works(tmp_
 
 async def test_it_acknowledges_weights_with_the_digest_of_what_it_read(tmp_path: Path) -> None:
     async with rolling(tmp_path, passes_when_one, open=False) as run:
-        applied = await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(3)))
+        applied = await run.world.ask("rollout-0", m.UpdateWeights(offer=ref_of(3)))
         assert (applied.version, applied.digest, applied.mismatch) == (3, digest_of(ref_of(3).checksums), -1.0)
         assert run.engine.version == 3
 
@@ -59,7 +59,7 @@ async def test_bytes_that_are_not_those_published_are_refused_and_the_engine_kee
     async with rolling(tmp_path, passes_when_one, open=False) as run:
         torn = msgspec.structs.replace(ref_of(3), checksums=(1,))
         with pytest.raises(RemoteError, match="not those that were published"):
-            await run.world.ask("rollout-0", m.UpdateWeights(ref=torn))
+            await run.world.ask("rollout-0", m.UpdateWeights(offer=torn))
         assert run.engine.version == 0
 
 
@@ -70,7 +70,7 @@ async def test_weights_that_were_pulled_late_never_replace_newer_ones(tmp_path: 
         trainer.gate.clear()
         await run.world.system.start(trainer, "trainer")
         await eventually(lambda: trainer.asked)
-        await run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(2)))
+        await run.world.ask("rollout-0", m.UpdateWeights(offer=ref_of(2)))
         trainer.gate.set()
         await eventually(lambda: "budget" in run.rollout.report.doing)
         assert run.engine.version == 2
@@ -103,9 +103,9 @@ async def test_an_evaluator_keeps_its_version_and_takes_no_work(tmp_path: Path) 
     async with world_of(tmp_path) as world:
         await world.system.start(ScriptedBroker(passes_when_one), "broker")
         engine = ScriptedEngine(version=-1)
-        evaluator = Evaluator(world.config, world.tasks, engine, ScriptedWeights())  # type: ignore[arg-type]
+        evaluator = Evaluator(world.config, world.tasks, engine, WeightSource(ScriptedWeights()))  # type: ignore[arg-type]
         await world.system.start(evaluator, "evaluator")
-        await world.ask("evaluator", m.UpdateWeights(ref=ref_of(3)))
+        await world.ask("evaluator", m.UpdateWeights(offer=ref_of(3)))
         assert [r.passed for r in (await world.ask("evaluator", evaluation(3))).results] == [1, 1]
         assert world.ledger.summary()["issued"] == 0
 
@@ -145,8 +145,9 @@ async def pulling(
         trainer = ScriptedTrainer()
         trainer.reply = reply
         await world.system.start(trainer, "trainer")
-        engine, weights = engine or ScriptedEngine(version=-1), weights or ScriptedWeights()
-        host = Waiting(world.config, world.tasks, engine, weights)
+        engine = engine or ScriptedEngine(version=-1)
+        source = WeightSource(weights or ScriptedWeights())  # type: ignore[arg-type]
+        host = Waiting(world.config, world.tasks, engine, source)
         await world.system.start(host, "evaluator")
         yield world, host, trainer
 
@@ -202,7 +203,7 @@ async def test_why_weights_were_not_taken_is_told_by_type_and_text(
     async with pulling(tmp_path, m.Weights(ref_of(3)), engine=engine(), weights=weights()) as (world, host, _):
         before = host.proven
         with pytest.raises(RemoteError, match=text) as error:
-            await world.ask("evaluator", m.UpdateWeights(ref=ref_of(3)))
+            await world.ask("evaluator", m.UpdateWeights(offer=ref_of(3)))
         assert error.value.type == type
         assert host.proven == before
 

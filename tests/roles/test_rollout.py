@@ -16,6 +16,7 @@ import numpy as np
 from dockyard_actors.observe.rollouts import read_rollouts
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.rollout import Rollout
+from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.tasks.seeds import sample_seed
@@ -109,8 +110,8 @@ async def rolling(
             await world.system.start(buffer, "buffer")
         engine, broker = engine or ScriptedEngine(), ScriptedBroker(judge)
         await world.system.start(broker, "broker")
-        weights = weights or ScriptedWeights()
-        rollout = kind(world.config, world.tasks, engine, world.plane, weights)  # type: ignore[arg-type]
+        source = WeightSource(weights or ScriptedWeights())  # type: ignore[arg-type]
+        rollout = kind(world.config, world.tasks, engine, world.plane, source)
         await world.system.start(rollout, "rollout-0")
         yield Rolling(world, rollout, engine, broker)
 
@@ -332,7 +333,7 @@ async def test_weights_that_come_while_groups_run_are_in_their_later_tokens(tmp_
         await eventually(lambda: engine.requests)
         held.release()
         await eventually(lambda: len(passed) == 1)
-        update = asyncio.ensure_future(run.world.ask("rollout-0", m.UpdateWeights(ref=ref_of(5))))
+        update = asyncio.ensure_future(run.world.ask("rollout-0", m.UpdateWeights(offer=ref_of(5))))
         await eventually(lambda: run.rollout.driver._updating.locked())
         for _ in range(20):
             held.release()

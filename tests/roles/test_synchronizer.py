@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.synchronizer import WeightSyncFailed, WeightSynchronizer, digest_of
+from dockyard_actors.roles.synchronizer import Synced, WeightSyncFailed, WeightSynchronizer
+from dockyard_actors.roles.weight_routes import RouteError, SharedMemory, choose
+from dockyard_actors.roles.weight_source import digest_of
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.transport.weights_shm import WeightRef
@@ -57,9 +59,10 @@ class Member(Actor):
         self.asked: list[int] = []
 
     async def update(self, msg: m.UpdateWeights) -> m.Applied:
-        self.asked.append(msg.ref.version)
+        self.asked.append(msg.offer.version)
         await self.gate.wait()
-        return self.answer(msg.ref)
+        assert isinstance(msg.offer, WeightRef)
+        return self.answer(msg.offer)
 
 
 def wrong_digest(ref: WeightRef) -> m.Applied:
@@ -83,32 +86,50 @@ async def syncing(*members: Member | None, timeout_s: float = 15.0) -> AsyncIter
             if member is not None:
                 await system.start(member, name)
         publisher = ScriptedPublisher()
-        sync = WeightSynchronizer(system, publisher, names, timeout_s)  # type: ignore[arg-type]
+        sync = Syncing(system, publisher, names, timeout_s)
         yield sync, publisher
         for member in members:
             if member is not None:
                 member.gate.set()
 
 
-def write(value: float) -> Callable[[dict[str, np.ndarray]], None]:
-    return lambda buffers: buffers["w"].fill(value)
+class Syncing(WeightSynchronizer):
+    """Test only: versions of one number, in shared memory; what would be computed in the trainer's thread is computed here."""
+
+    def __init__(self, system: ActorSystem, publisher: ScriptedPublisher, names: list[str], timeout_s: float) -> None:
+        def write(buffers: Mapping[str, np.ndarray]) -> None:
+            buffers["w"].fill(float(len(publisher.held)))
+
+        async def compute(function: Callable[..., Any], *args: object) -> Any:
+            return function(*args)
+
+        def make(kind: str) -> SharedMemory:
+            assert kind == "shm"
+            return SharedMemory(publisher, write)  # type: ignore[arg-type]
+
+        super().__init__(system, names, make, compute, lambda: True, timeout_s)  # type: ignore[arg-type]
+
+    async def deliver(self, version: int) -> Synced:
+        await self.prepare(version)
+        return await self.sync_weights(version)
 
 
 async def test_it_starts_stale_with_nothing_to_load() -> None:
     async with syncing(Member()) as (sync, _):
         assert sync.is_stale
-        assert sync.current("rollout-0") == m.NoWeights()
+        assert await sync.current("rollout-0") == m.NoWeights()
 
 
 async def test_it_is_fresh_only_when_every_member_has_acknowledged() -> None:
     slow = Member()
     slow.gate.clear()
     async with syncing(Member(), slow) as (sync, _):
-        ref = sync.write(0, write(1.0))
-        running = asyncio.ensure_future(sync.sync_weights(ref))
+        running = asyncio.ensure_future(sync.deliver(0))
         await eventually(lambda: slow.asked)
         assert sync.is_stale
-        assert sync.current("rollout-0") == m.Weights(ref), "who joins now loads what is being sent"
+        offered = await sync.current("rollout-0")
+        assert isinstance(offered, m.Weights)
+        assert offered.offer.version == 0, "who joins now loads what is being sent"
         slow.gate.set()
         assert (await running).failed == ()
         assert not sync.is_stale
@@ -117,7 +138,7 @@ async def test_it_is_fresh_only_when_every_member_has_acknowledged() -> None:
 @pytest.mark.parametrize("answer", [wrong_digest, wrong_version, broken])
 async def test_a_member_with_a_wrong_answer_is_left_out(answer: Callable[[WeightRef], m.Applied]) -> None:
     async with syncing(Member(), Member(answer)) as (sync, _):
-        assert (await sync.sync_weights(sync.write(0, write(1.0)))).failed == ("rollout-1",)
+        assert (await sync.deliver(0)).failed == ("rollout-1",)
         assert not sync.is_stale
 
 
@@ -125,12 +146,12 @@ async def test_a_member_that_does_not_answer_in_time_is_removed_and_joins_again_
     slow = Member()
     slow.gate.clear()
     async with syncing(slow, Member(), timeout_s=0.2) as (sync, _):
-        assert (await sync.sync_weights(sync.write(0, write(1.0)))).failed == ("rollout-0",)
+        assert (await sync.deliver(0)).failed == ("rollout-0",)
         slow.gate.set()
-        assert (await sync.sync_weights(sync.write(1, write(2.0)))).failed == ()
+        assert (await sync.deliver(1)).failed == ()
         assert slow.asked == [0], "nobody waits for it"
-        assert sync.current("rollout-0").ref.version == 1
-        assert (await sync.sync_weights(sync.write(2, write(3.0)))).failed == ()
+        assert (await sync.current("rollout-0")).offer.version == 1
+        assert (await sync.deliver(2)).failed == ()
         assert slow.asked == [0, 2]
 
 
@@ -138,7 +159,7 @@ async def test_a_member_that_does_not_answer_in_time_is_removed_and_joins_again_
 async def test_no_member_left_is_an_error_and_everything_stays_stale(members: tuple[Member | None, ...]) -> None:
     async with syncing(*members, timeout_s=0.2) as (sync, publisher):
         with pytest.raises(WeightSyncFailed, match=r"took weights version 0 .*weight_sync\.timeout_s"):
-            await sync.sync_weights(sync.write(0, write(1.0)))
+            await sync.deliver(0)
         assert sync.is_stale
         assert publisher.held == [0], "an engine that restarts may still load them"
 
@@ -147,10 +168,10 @@ async def test_the_slot_of_the_last_version_is_released_once_the_next_arrived() 
     async with syncing(Member()) as (sync, publisher):
         for version in range(5):
             sync.mark_stale()
-            ref = sync.write(version, write(float(version)))
+            await sync.prepare(version)
             assert sync.is_stale
             assert publisher.held == [version - 1, version][version == 0 :]
-            await sync.sync_weights(ref)
+            await sync.sync_weights(version)
             assert publisher.held == [version]
         assert publisher.dropped == 5
 
@@ -162,5 +183,26 @@ async def test_the_digest_tells_entries_and_their_order_apart() -> None:
 
 async def test_shutdown_closes_the_publisher() -> None:
     async with syncing(Member()) as (sync, publisher):
+        await sync.deliver(0)
         sync.shutdown()
         assert publisher.closed
+
+
+@pytest.mark.parametrize(
+    ("configured", "host", "kind"),
+    [
+        ("auto", "here", "shm"),
+        ("auto", "there", "collective"),
+        ("shm", "here", "shm"),
+        ("collective", "here", "collective"),
+    ],
+)
+def test_the_way_is_chosen_by_where_an_engine_is_unless_it_is_configured(configured: Any, host: str, kind: str) -> None:
+    choice = choose(configured, "rollout-0", host, "here")
+    assert choice.kind == kind
+    assert choice.reason
+
+
+def test_shared_memory_to_another_host_is_refused() -> None:
+    with pytest.raises(RouteError, match=r"'shm' cannot reach rollout-0.* set it to auto or collective"):
+        choose("shm", "rollout-0", "there", "here")

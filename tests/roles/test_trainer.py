@@ -9,12 +9,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.learner import StepOutcome
 from dockyard_actors.roles.ledger import Stepped
 from dockyard_actors.roles.trainer import Trainer
+from dockyard_actors.roles.weight_routes import Kind, Route, SharedMemory
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import RestartProcess
@@ -41,10 +40,9 @@ class ScriptedLearner:
     def save(self) -> None:
         self.saved.append(self.step)
 
-    def publisher(self, client: Any, dtype: str) -> ScriptedPublisher:
-        return ScriptedPublisher()
-
-    def write_weights(self, buffers: dict[str, np.ndarray]) -> None: ...
+    def route(self, kind: Kind, client: Any, here: Any) -> Route:
+        assert kind == "shm"
+        return SharedMemory(ScriptedPublisher(), lambda buffers: None)  # type: ignore[arg-type]
 
     def train(self, groups: Sequence[m.OpenGroup], version: int) -> StepOutcome:
         self.training += 1
@@ -237,8 +235,8 @@ class ScriptedEvaluator(Actor):
         if self.refuses:
             self.refuses -= 1
             raise ValueError("replaced meanwhile")
-        self.pinned.append(msg.ref.version)
-        return m.Applied(msg.ref.version, 0)
+        self.pinned.append(msg.offer.version)
+        return m.Applied(msg.offer.version, 0)
 
     @concurrent
     async def evaluate(self, msg: m.Evaluate) -> m.Evaluated:
