@@ -18,7 +18,7 @@ from dockyard_actors.roles.messages import Applied, Canary, Invitation, NoWeight
 from dockyard_actors.roles.weight_routes import Choice, Kind, Route, RouteError, choose
 from dockyard_actors.roles.weight_source import digest_of
 from dockyard_actors.runtime.actor import ActorContext
-from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.errors import ActorError, PeerDied
 from dockyard_actors.transport.tensors import DataPlaneError
 from dockyard_actors.transport.weights_collective import CollectiveError
 from dockyard_actors.transport.weights_lines import decline
@@ -143,7 +143,9 @@ class WeightSynchronizer:
             self.sent.set()
         try:
             each = [self._each(kind, names, version, canary, until) for kind, names in by_kind.items()]
-            for answered in await asyncio.gather(*each, self._together(together, version, canary, until)):
+            for answered in await asyncio.gather(
+                *each, self._together(together, version, canary, until, needed=not each)
+            ):
                 answers |= answered
         finally:
             self.sent.set()
@@ -177,41 +179,70 @@ class WeightSynchronizer:
         )
         return dict(zip(names, answers, strict=True))
 
-    async def _together(self, names: list[str], version: int, canary: Canary | None, until: float) -> dict[str, Answer]:
-        """Sends to all of them at once. When it breaks off, those who were not to blame meet again without the others."""
+    async def _together(
+        self, names: list[str], version: int, canary: Canary | None, until: float, needed: bool = False
+    ) -> dict[str, Answer]:
+        """Sends to all of them at once. When it breaks off, those who were not to blame meet again without the others. needed: somebody
+        has to take it; when nobody is left it waits for one who is restarted."""
         answers: dict[str, Answer] = {}
-        loop = asyncio.get_running_loop()
         async with self._gathering:
             left = [name for name in names if self._ctx.ref(name).host is not None]
-            answers |= {name: LookupError("it is not up; it joins when it is") for name in names if name not in left}
-            while left:
-                offers = await self._compute(self._if_live, self._routes["collective"].offers, version, left)
-                asked = {
-                    name: asyncio.ensure_future(self._ask(name, offers[name], canary, until, None, retry=False))
-                    for name in left
-                }
-                for name, asking in asked.items():
-                    asking.add_done_callback(lambda asking, offer=offers[name]: self._excuse(asking, offer))
-                try:
-                    checksums = await self._compute(self._if_live, self._routes["collective"].transfer, version)
-                except DataPlaneError as error:
-                    replies = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
-                    blamed = set(error.who) & set(left) if isinstance(error, CollectiveError) else set()
-                    for name in blamed or left:
-                        answers[name] = error if isinstance(replies[name], Applied) else replies[name]
-                    left = [name for name in left if name not in answers and loop.time() < until]
-                    log.warning("%s; %s", error, f"again with {', '.join(left)}" if left else "nobody is left")
-                    continue
-                except BaseException:
-                    for asking in asked.values():
-                        asking.cancel()
-                    raise
-                self.sent.set()
-                digest = digest_of(checksums)
-                replies = await asyncio.gather(*asked.values())
-                answers |= {name: _judged(reply, version, digest) for name, reply in zip(asked, replies, strict=True)}
-                left = []
+            answers |= {name: PeerDied("it is not up; it joins when it is") for name in names if name not in left}
+            while left or needed:
+                if left:
+                    answers |= await self._meet(left, version, canary, until)
+                in_time = asyncio.get_running_loop().time() < until
+                left = [name for name in left if name not in answers] if in_time else []
+                if not left and needed:
+                    if any(isinstance(answer, Applied) for answer in answers.values()):
+                        break
+                    died = [name for name in names if isinstance(answers[name], PeerDied)]
+                    if not (left := await self._back(died, until)):
+                        break
+                    for name in left:
+                        del answers[name]
         return answers
+
+    async def _meet(self, names: list[str], version: int, canary: Canary | None, until: float) -> dict[str, Answer]:
+        """One delivery to all of ``names``. Whoever is not in the answers was not to blame that it broke off."""
+        route = self._routes["collective"]
+        offers = await self._compute(self._if_live, route.offers, version, names)
+        asked = {
+            name: asyncio.ensure_future(self._ask(name, offers[name], canary, until, None, retry=False))
+            for name in names
+        }
+        for name, asking in asked.items():
+            asking.add_done_callback(lambda asking, offer=offers[name]: self._excuse(asking, offer))
+        try:
+            checksums = await self._compute(self._if_live, route.transfer, version)
+        except DataPlaneError as error:
+            replies = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+            blamed = set(error.who) & set(names) if isinstance(error, CollectiveError) else set()
+            log.warning("%s", error)
+            return {name: error if isinstance(replies[name], Applied) else replies[name] for name in blamed or names}
+        except BaseException:
+            for asking in asked.values():
+                asking.cancel()
+            raise
+        self.sent.set()
+        digest = digest_of(checksums)
+        replies = await asyncio.gather(*asked.values())
+        return {name: _judged(reply, version, digest) for name, reply in zip(asked, replies, strict=True)}
+
+    async def _back(self, names: list[str], until: float) -> list[str]:
+        """Those who are up, as soon as there is one; none at the deadline."""
+        loop = asyncio.get_running_loop()
+        seconds = max(until - loop.time(), 0.0)
+        coming = [asyncio.ensure_future(self._ctx.ref(name).located(deadline_s=seconds)) for name in names]
+        try:
+            while coming and not [name for name in names if self._ctx.ref(name).host is not None]:
+                await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+                coming = [one for one in coming if not one.done()]
+        finally:
+            for one in coming:
+                one.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
+        return [name for name in names if self._ctx.ref(name).host is not None]
 
     async def _ask(
         self, name: str, offer: Offer, canary: Canary | None, until: float, digest: int | None, retry: bool

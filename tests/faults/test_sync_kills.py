@@ -87,10 +87,18 @@ def test_an_engine_killed_in_each_phase_of_a_sync(tmp_path: Path, mode: str) -> 
     survives(tmp_path, 4, 0, f"weight_sync.pause={mode}")
 
 
+def test_an_engine_killed_in_each_phase_of_a_collective_sync(tmp_path: Path) -> None:
+    survives(tmp_path, 4, 0, "weight_sync.transport=collective")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("grpo", ["async", "sync"])
-def test_an_engine_killed_twenty_times_at_random(tmp_path: Path, grpo: str) -> None:
-    survives(tmp_path, 20, 1, f"grpo.mode={grpo}")
+@pytest.mark.parametrize(
+    "overrides",
+    [("grpo.mode=async",), ("grpo.mode=sync",), ("weight_sync.transport=collective",)],
+    ids=["async", "sync", "collective"],
+)
+def test_an_engine_killed_twenty_times_at_random(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    survives(tmp_path, 20, 1, *overrides)
 
 
 @pytest.mark.slow
