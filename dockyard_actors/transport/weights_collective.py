@@ -149,6 +149,9 @@ class CollectiveSender:
         """Leave the group. Idempotent."""
         self._leave("the trainer ends")
 
+    def _is_open(self) -> bool:
+        return self._door is not None or (self._group is not None and self._group.wrong() is None)
+
     def _gather(self, work: _Attempt) -> Group:
         if self._group is None:
             assert self._door is not None
@@ -284,8 +287,6 @@ class _Attempt:
         who, reason = others, str(error) or repr(error)
         if isinstance(error, LineError):
             who = error.who
-        elif group is not None and (wrong := group.wrong()):
-            first = [one for one in wrong if one.said == wrong[0].said]
-            who = [name for one in first for name in one.who]
-            reason = f"{'; '.join(str(one) for one in first)} ({reason})"
+        elif group is not None and (wrong := group.wrong()) is not None:
+            who, reason = wrong.who, f"{wrong} ({reason})"
         return CollectiveError(who, self.phase, self.version, waited_s, reason)

@@ -12,7 +12,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -103,6 +104,8 @@ class Line:
         self.who = who
         self.limit = limit
         self._buffer = bytearray()
+        self._said: deque[Said] = deque()  # and not taken yet
+        self._lost = ""  # why nothing more will be said
 
     def send(self, message: Said, until: float) -> None:
         """Raises LineError when it is not on its way at `until` (of time.monotonic())."""
@@ -116,18 +119,20 @@ class Line:
 
     def poll(self) -> Said | None:
         """The next whole message, or None while there is none. Raises LineError when none can come any more."""
-        while True:
-            if (message := self._next()) is not None:
-                return message
-            try:
-                received = self.sock.recv(1 << 16)
-            except BlockingIOError:
-                return None
-            except OSError as error:
-                raise LineError([self.who], f"{self.who} is gone: {error}") from error
-            if not received:
-                raise LineError([self.who], f"{self.who} is gone: it closed its connection")
-            self._buffer += received
+        self._read()
+        if self._said:
+            return self._said.popleft()
+        if self._lost:
+            raise LineError([self.who], f"{self.who} {self._lost}")
+        return None
+
+    def wrong(self) -> LineError | None:
+        """Whether it gave up or is gone, as far as is known now. Takes no message."""
+        self._read()
+        if self._said:
+            reasons = [message.reason for message in self._said if isinstance(message, Failed)]
+            return LineError([self.who], f"{self.who} gave up: {reasons[0]}", said=True) if reasons else None
+        return LineError([self.who], f"{self.who} {self._lost}") if self._lost else None
 
     def receive(self, kind: type[T], until: float, what: str) -> T:
         """The next message, which has to be a `kind`. Raises LineError."""
@@ -136,20 +141,34 @@ class Line:
     def close(self) -> None:
         self.sock.close()
 
-    def _next(self) -> Said | None:
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self.limit:
-            raise LineError([self.who], f"{self.who} says {length} bytes at once, more than {self.limit}")
-        if len(self._buffer) < _LENGTH.size + length:
-            return None
-        body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
-        del self._buffer[: _LENGTH.size + length]
-        try:
-            return _decoder.decode(body)
-        except msgspec.MsgspecError as error:
-            raise LineError([self.who], f"{self.who} says what is no message: {error}") from error
+    def _read(self) -> None:
+        """Take in what has come, and notice the end."""
+        while not self._lost:
+            try:
+                received = self.sock.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lost = f"is gone: {error}"
+                return
+            if not received:
+                self._lost = "is gone: it closed its connection"
+                return
+            self._buffer += received
+            while len(self._buffer) >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._buffer)
+                end = _LENGTH.size + length
+                if length > self.limit:
+                    self._lost = f"says {length} bytes at once, more than {self.limit}"
+                    return
+                if len(self._buffer) < end:
+                    break
+                try:
+                    self._said.append(_decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
+                except msgspec.MsgspecError as error:
+                    self._lost = f"says what is no message: {error}"
+                    return
+                del self._buffer[:end]
 
 
 def _left(until: float) -> float:
@@ -182,16 +201,14 @@ def gather(lines: Iterable[Line], kind: type[T], until: float, what: str) -> dic
             ready = [key.data for key, _ in selector.select(_left(until))]
 
 
-def wrong_ones(lines: Iterable[Line]) -> list[LineError]:
-    """Who is gone or has given up, as far as is known now: those who vanished without a word first."""
-    found: list[LineError] = []
-    for line in lines:
-        try:
-            if isinstance(message := line.poll(), Failed):
-                found.append(LineError([line.who], f"{line.who} gave up: {message.reason}", said=True))
-        except LineError as error:
-            found.append(error)
-    return sorted(found, key=lambda error: error.said)
+def what_is_wrong(lines: Iterable[Line]) -> LineError | None:
+    """Who is gone or has given up, as far as is known now; those who vanished without a word rather than those who complain."""
+    found = [wrong for line in lines if (wrong := line.wrong()) is not None]
+    first = [wrong for wrong in found if not wrong.said] or found
+    if not first:
+        return None
+    who = [name for wrong in first for name in wrong.who]
+    return LineError(who, "; ".join(map(str, first)), said=first[0].said)
 
 
 class Door:
@@ -296,29 +313,17 @@ def decline(meeting: Meeting, reason: str) -> None:
             line.close()
 
 
-Exchange = Callable[[bytes], tuple[bytes, ...]]
+def exchange_of_trainer(lines: list[Line], mine: bytes, until: float) -> tuple[bytes, ...]:
+    """Rank 0's part of making everybody's address known to everybody: all of them, by rank. Raises LineError."""
+    addresses = gather(lines, Address, until, "the address")
+    values = (mine, *(addresses[line.who].value for line in lines))
+    for line in lines:
+        line.send(Addresses(values), until)
+    return values
 
 
-def exchange_of_trainer(lines: list[Line], until: float) -> Exchange:
-    """Rank 0's part of making everybody's address known to everybody."""
-
-    def exchange(mine: bytes) -> tuple[bytes, ...]:
-        addresses = gather(lines, Address, until, "the address")
-        values = (mine, *(addresses[line.who].value for line in lines))
-        for line in lines:
-            line.send(Addresses(values), until)
-        return values
-
-    return exchange
-
-
-def exchange_of_engine(lines: list[Line], until: float) -> Exchange:
+def exchange_of_engine(lines: list[Line], mine: bytes, until: float) -> tuple[bytes, ...]:
     """The other ranks' part."""
-
     (line,) = lines
-
-    def exchange(mine: bytes) -> tuple[bytes, ...]:
-        line.send(Address(mine), until)
-        return line.receive(Addresses, until, "the addresses").values
-
-    return exchange
+    line.send(Address(mine), until)
+    return line.receive(Addresses, until, "the addresses").values
