@@ -160,7 +160,7 @@ class WeightSynchronizer:
         if not applied:
             raise WeightSyncFailed(
                 f"none of {', '.join(members)} took weights version {version} within {self._timeout_s:g} s "
-                f"(last answer: {answers[members[-1]]!r}); their logs say why. weight_sync.timeout_s is the limit"
+                f"(last answer: {str(answers[members[-1]]).splitlines()[0]}); their logs say why. weight_sync.timeout_s is the limit"
             )
         for route in self._routes.values():
             route.settle(version)
