@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from dockyard_actors.config import Config
-from dockyard_actors.engines.base import Engine, EngineError, SamplingConfig, WeightsMismatch
+from dockyard_actors.engines.base import Engine, SamplingConfig
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.canary import LIMITS, check_canary
-from dockyard_actors.roles.engine_driver import EngineDriver, SuspectWeights
+from dockyard_actors.roles.engine_driver import EngineDriver
 from dockyard_actors.roles.evaluation import WrongVersion, evaluate
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.scoring import broker_judge
-from dockyard_actors.roles.weight_source import Mapped, Sent, WeightSource
+from dockyard_actors.roles.weight_load import OlderWeights, TornWeights, take
+from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.tasks.types import TaskSet
 from dockyard_actors.transport.tensors import DataPlaneError
@@ -26,19 +25,6 @@ log = logging.getLogger(__name__)
 
 # The agent kills at the whole supervision.stop_grace_s, the runtime cancels on_stop at its own limit: the rest is for what else must end.
 STOP_SHARE = 0.4
-
-
-class OlderWeights(EngineError):
-    """The engine holds newer weights than the ones offered. Nothing was copied."""
-
-
-class TornWeights(SuspectWeights):
-    """The slot was given to another version while the engine copied it, or the delivery broke off: the engine holds parts of two versions.
-    Newer weights are there, or about to be."""
-
-
-class UnloadableWeights(SuspectWeights):
-    """The engine failed to load weights whose bytes were right: asking again would not help."""
 
 
 class EngineHost(Actor):
@@ -90,44 +76,7 @@ class EngineHost(Actor):
         return applied
 
     def _apply(self, msg: m.UpdateWeights) -> m.Applied:
-        """Brings the offered weights into the engine. The digest is of the bytes that were read, not of what the offer claims."""
-        version, began = msg.offer.version, time.perf_counter()
-        if version < self.engine.version:
-            raise OlderWeights(f"weights version {version} come after {self.engine.version}")
-        log.debug("sync phase copy of version %d", version)
-        with self.report.trace.span("sync.copy", version=version), self.weights.opened(msg.offer) as incoming:
-            self._load(version, incoming)
-        mismatch = self._prove(version, msg.canary) if msg.canary is not None else -1.0
-        log.debug("sync phase done for version %d", version)
-        return m.Applied(version, incoming.digest, mismatch, time.perf_counter() - began)
-
-    def _load(self, version: int, incoming: Mapped | Sent) -> None:
-        recompute = self.config.weight_sync.recompute_kv_cache
-        try:
-            self.engine.update_weights(incoming.weights, incoming.manifest, version, recompute)
-        except WeightsMismatch:
-            raise
-        except Exception as error:
-            if incoming.lost is not None:
-                raise TornWeights(f"weights version {version} broke off half-way: {incoming.lost}") from error
-            raise UnloadableWeights(f"weights version {version} could not be loaded: {error}") from error
-        try:
-            incoming.check()
-        except DataPlaneError as error:
-            raise TornWeights(f"weights version {version} arrived torn: {error}") from error
-
-    def _prove(self, version: int, canary: m.Canary) -> float:
-        """The canary's mismatch in nats. Raises SuspectWeights when it is too large."""
-        log.debug("sync phase canary of version %d", version)
-        config = self.config.weight_sync
-        limit = config.canary_limit or max(LIMITS[config.dtype], LIMITS[self.config.generation.dtype])
-        with self.report.trace.span("sync.canary", version=version) as args:
-            try:
-                mismatch = check_canary(self.engine, canary, limit, config.recompute_kv_cache)
-            except Exception as error:
-                raise SuspectWeights(f"weights version {version}: {error}") from error
-            args["mismatch"] = mismatch
-        return mismatch
+        return take(self.engine, self.weights, msg.offer, msg.canary, self.config, self.report.trace.span)
 
     async def pull_weights(self) -> None:
         """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0. Returns when some

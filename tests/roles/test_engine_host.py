@@ -13,8 +13,8 @@ import pytest
 
 from dockyard_actors.engines.base import WeightsMismatch
 from dockyard_actors.roles import messages as m
-from dockyard_actors.roles.engine_host import UnloadableWeights
 from dockyard_actors.roles.evaluator import Evaluator
+from dockyard_actors.roles.weight_load import UnloadableWeights
 from dockyard_actors.roles.weight_source import WeightSource, digest_of
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.errors import RemoteError
