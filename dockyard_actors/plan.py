@@ -57,7 +57,8 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
     """The plan as plain data; `problems` lists what this machine lacks for it."""
     n = parameters(config.model.source)
     arena = config.data_plane.blocks * config.data_plane.block_bytes
-    weights = 2 * n * BYTES[config.weight_sync.dtype] if n else None
+    slots = 2 if config.weight_sync.transport != "collective" or config.eval.every else 0
+    weights = slots * n * BYTES[config.weight_sync.dtype] if n else None
     processes: list[dict[str, Any]] = [
         {
             "name": "agent",
@@ -132,12 +133,24 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
         "transports": {
             "control": "zmq over ipc",
             "data": f"memfd slab, {config.data_plane.blocks} blocks of {config.data_plane.block_bytes // 1024} KiB a rollout",
-            "weights": f"shared memory, two slots of {config.weight_sync.dtype}, because trainer and engines share this host",
+            "weights": _weights_way(config),
         },
         "checkpoint_mib": checkpoint,
         "cores": os.cpu_count(),
         "problems": problems,
     }
+
+
+def _weights_way(config: Config) -> str:
+    """How weights will travel in a run that is started here as a whole. Roles that join from other hosts are sent theirs."""
+    sync = config.weight_sync
+    if sync.transport == "collective":
+        return (
+            f"sent from the live parameters to all engines at once (Gloo, {sync.dtype}, two buckets of {sync.bucket_mib} MiB a side), "
+            "because weight_sync.transport says so"
+        )
+    why = "weight_sync.transport says so" if sync.transport == "shm" else "trainer and engines share this host"
+    return f"shared memory, two slots of {sync.dtype}, because {why}"
 
 
 def render_plan(report: dict[str, Any]) -> str:
