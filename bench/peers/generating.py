@@ -57,26 +57,29 @@ class Generating:
         self.new = config.generation.max_new_tokens
         self.sampling = SamplingConfig(max_new_tokens=self.new)
         self.prompt = np.frombuffer(published[0][1].ids, "<i4").astype(np.int32)
+        sync = config.weight_sync.model_copy(update={"recompute_kv_cache": False})
+        self.kept = config.model_copy(update={"weight_sync": sync})
         self.version = self.keys = 0
         self.live: dict[int, GroupOutput] = {}
         self.ended = 0  # tokens of groups that are done
 
-    def update(self, canary: bool) -> float:
-        """Takes the next version; returns for how many seconds nothing could be generated."""
+    def update(self, canary: bool, kept: bool = False) -> float:
+        """Takes the next version; returns for how many seconds nothing could be generated. kept: old keys and values stay."""
         self.version += 1
         ref, proof = self.published[self.version % len(self.published)]
         offer = msgspec.structs.replace(ref, version=self.version)
-        return take(self.engine, self.source, offer, proof if canary else None, self.config).paused_s
+        config = self.kept if kept else self.config
+        return take(self.engine, self.source, offer, proof if canary else None, config).paused_s
 
     def pauses(self, count: int) -> dict[str, float]:
         """Median seconds of `count` updates in mid-generation, with the canary and without, and of copying the same bytes."""
         source = self._bytes()
         target = np.ones_like(source)
         pauses: dict[str, list[float]] = {"canary": [], "bare": [], "memcpy": []}
-        self._fill()
+        self._fill(self.groups)
         for _ in range(count):
             for name in ("canary", "bare"):
-                self._step()
+                self._step(self.groups)
                 pauses[name].append(self.update(name == "canary"))
             start = time.perf_counter()
             np.copyto(target, source)
@@ -89,42 +92,43 @@ class Generating:
         with WeightReader(FdClient(self.published[0][0].fd_path)).open(self.published[0][0]) as views:
             return np.ones(sum(view.nbytes for view in views.values()), np.uint8)
 
-    def tokens_per_s(self, milliseconds: int, sync: bool) -> float:
-        """Generates for so long, with an update every EVERY_S or without."""
-        self._fill()
+    def rates(self, milliseconds: int) -> dict[str, dict[int, float]]:
+        """Tokens a second without updates, with one every EVERY_S, and with one that leaves old keys and values, by sequences at once."""
+        found: dict[str, dict[int, float]] = {"alone": {}, "synced": {}, "kept": {}}
+        for groups in (self.groups // 4, self.groups):
+            for side, rates in found.items():
+                rates[groups * self.samples] = self._tokens_per_s(groups, milliseconds / 1e3, side)
+        return found
+
+    def _tokens_per_s(self, groups: int, seconds: float, side: str) -> float:
+        self._fill(groups)
         for _ in range(4):
-            self._step()
+            self._step(groups)
         start = last = time.perf_counter()
         before = self._written()
-        while (now := time.perf_counter()) - start < milliseconds / 1e3:
-            if sync and now - last >= EVERY_S:
-                self.update(canary=True)
+        while (now := time.perf_counter()) - start < seconds:
+            if side != "alone" and now - last >= EVERY_S:
+                self.update(canary=True, kept=side == "kept")
                 last = now
-            self._step()
+            self._step(groups)
         rate = (self._written() - before) / (time.perf_counter() - start)
         self._abort()
         return rate
 
-    def alone(self, milliseconds: int) -> float:
-        return self.tokens_per_s(milliseconds, sync=False)
-
-    def synced(self, milliseconds: int) -> float:
-        return self.tokens_per_s(milliseconds, sync=True)
-
     def notes(self, count: int) -> dict[str, Any]:
         return {"engine": self.config.generation.engine, "updates": self.version}
 
-    def _fill(self) -> None:
-        while len(self.live) < self.groups:
+    def _fill(self, groups: int) -> None:
+        while len(self.live) < groups:
             self.keys += 1
             seeds = tuple(range(self.keys * self.samples, (self.keys + 1) * self.samples))
             output = self.live[self.keys] = GroupOutput.allocate(self.samples, self.new)
             self.engine.submit(GroupRequest(self.keys, self.prompt, self.samples, seeds), output, self.sampling)
 
-    def _step(self) -> None:
+    def _step(self, groups: int) -> None:
         for result in self.engine.step():
             self.ended += int(self.live.pop(result.key).lengths.sum())
-        self._fill()
+        self._fill(groups)
 
     def _written(self) -> int:
         return self.ended + sum(int(output.lengths.sum()) for output in self.live.values())

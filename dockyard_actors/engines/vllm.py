@@ -97,6 +97,7 @@ class VLLMEngine:
         self._rows: dict[str, _Row] = {}  # what vLLM has, by its name there: never more than it may run at once
         self._names = 0
         self._broken: str | None = None
+        self._unpacked = False  # some linear weights are not packed again since the last update
 
     def start(self) -> None:
         """Builds the model, in about three seconds once vllm is imported (six more).
@@ -165,6 +166,8 @@ class VLLMEngine:
         llm = self.llm
         self._admit()
         if self._rows:
+            if self._unpacked:
+                self._unpacked = llm.collective_rpc("dockyard_pack")[0]
             self._consume(self._advance(llm))
         ended = [key for key, group in self._groups.items() if group.ended]
         return [self._groups.pop(key).result() for key in ended]
@@ -200,6 +203,7 @@ class VLLMEngine:
             self._broken = f"loading weights of version {version} failed half-way ({type(error).__name__}: {error})"
             raise EngineError(f"the engine is unusable since {self._broken}; restart it") from error
         self.version = version
+        self._unpacked = True
 
     # Single questions.
 

@@ -6,7 +6,6 @@ batch and goes on unchanged after an interruption. Knows one worker in this proc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,18 @@ import torch
 
 from dockyard_actors.engines.base import EngineError
 from dockyard_actors.engines.sampling import greedy, sample, uniforms
+from dockyard_actors.engines.vllm_pack import Packing
 
 SEED, PROMPT, FIRST, TEMPERATURE, GREEDY = "seed", "prompt", "first", "temperature", "greedy"
 """Names in `SamplingParams.extra_args`: seed of the completion, tokens of its prompt, tokens it has before the request draws
 one, and how to draw."""
 
 
-PRIMITIVES = 32  # shapes of batches for which oneDNN keeps its code, as vLLM does
-
-
 class WorkerExtension:
     """Methods that vLLM mixes into its worker class, called by name through `collective_rpc`."""
 
     model_runner: Any
+    packing: Packing
 
     def dockyard_prepare(self) -> None:
         """Replaces the sampler. Raises EngineError when this vLLM would not let weights be loaded in place."""
@@ -38,42 +36,26 @@ class WorkerExtension:
         if packed:
             raise EngineError(f"vLLM keeps {packed[0]} in a packed form here, which cannot be updated in place")
         runner.sampler = RowSampler(runner)
+        self.packing = Packing(runner.model)
 
     @torch.no_grad()
     def dockyard_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copies `weights`, named as Hugging Face does, into the live model. Raises EngineError when some were not set."""
         model = self.model_runner.model
+        self.packing.drop()
         loaded = model.load_weights(weights)
         forgotten = [name for name, _ in model.named_parameters() if name not in loaded]
         if forgotten:
             raise EngineError(f"vLLM's {type(model).__name__} was not given {', '.join(forgotten[:5])}")
-        _pack(model)
+
+    @torch.no_grad()
+    def dockyard_pack(self) -> bool:
+        """Packs the weights of a few more layers; whether there are more."""
+        return self.packing.some()
 
     def dockyard_score_at(self, temperature: float) -> None:
         """Sets the temperature at which given tokens are scored."""
         self.model_runner.sampler.score_temperature = temperature
-
-
-def _pack(model: torch.nn.Module) -> None:
-    """Lets the linear layers of a model on a CPU multiply with copies of their weights in the order that oneDNN wants.
-
-    Packed at every load from plain weights that stay: a tenth fewer CPU seconds for the memory of the weights again.
-    """
-    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "cpu_linear") and layer.weight.ndim == 2]
-    if not layers:
-        return
-    import vllm._custom_ops as operations  # pyright: ignore[reportMissingImports]
-
-    handlers: dict[int, Any] = {}
-    for layer in layers:
-        at = layer.weight.data_ptr()  # a head may be tied to the embedding
-        if at not in handlers:
-            handlers[at] = operations.create_onednn_mm(layer.weight.t(), PRIMITIVES)
-        layer.cpu_linear = partial(_packed_linear, operations.onednn_mm, handlers[at])
-
-
-def _packed_linear(multiply: Any, handler: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-    return multiply(handler, x, bias)
 
 
 class RowSampler:

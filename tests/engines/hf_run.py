@@ -9,7 +9,16 @@ from transformers import LlamaConfig
 
 from dockyard_actors.engines.base import GroupOutput, GroupRequest, GroupResult, SamplingConfig
 from dockyard_actors.engines.hf import HFEngine, HFEngineConfig
-from tests.policy.models import engine_of, generate, grouped_config, policy_of, requests_of, sharp_model, weights_of
+from tests.policy.models import (
+    engine_of,
+    generate,
+    grouped_config,
+    policy_of,
+    requests_of,
+    sent,
+    sharp_model,
+    weights_of,
+)
 
 SAMPLING = SamplingConfig(max_new_tokens=40)
 CLOSE = 1e-4
@@ -75,8 +84,15 @@ class Run:
         while self.engine.unfinished:
             self.step()
 
-    def update(self, seed: int, version: int, recompute: bool = True, grouped: bool = False) -> None:
-        self.engine.update_weights(*weights(seed, grouped), version, recompute_kv_cache=recompute)
+    def update(
+        self, seed: int, version: int, recompute: bool = True, grouped: bool = False, gloo: bool = False
+    ) -> None:
+        if not gloo:
+            self.engine.update_weights(*weights(seed, grouped), version, recompute_kv_cache=recompute)
+            return
+        policy = policy_of(sharp_model(grouped_config() if grouped else None, seed))
+        with sent(policy, version) as (stream, manifest):
+            self.engine.update_weights(stream, manifest, version, recompute_kv_cache=recompute)
 
     def errors(self, key: int, row: int, engine: HFEngine) -> np.ndarray:
         """Per token: how far its logprob is from a full forward pass of `engine`."""

@@ -54,12 +54,13 @@ def test_a_manifest_that_does_not_fit_or_an_older_version_changes_nothing():
 # ---- in flight
 
 
+@pytest.mark.parametrize("gloo", [False, True], ids=["arrays", "gloo"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["tied", "grouped"])
-def test_tokens_before_an_update_are_the_old_weights_and_those_after_it_the_new_ones(grouped: bool):
+def test_tokens_before_an_update_are_the_old_weights_and_those_after_it_the_new_ones(grouped: bool, gloo: bool):
     run = Run(grouped_config() if grouped else None)
     run.submit(*requests_of())
     run.step(7)
-    run.update(seed=5, version=9, grouped=grouped)
+    run.update(seed=5, version=9, grouped=grouped, gloo=gloo)
     run.finish()
     assert {key for key, _, versions in run.rows() if versions[-1] == 9} == set(run.requests)
     for key, row, versions in run.rows():

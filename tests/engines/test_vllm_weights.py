@@ -15,11 +15,13 @@ from tests.policy.models import policy_of, requests_of, sharp_model, weights_of
 pytestmark = NEEDS_VLLM
 
 
-@pytest.mark.parametrize("at", [1, 7, 20])
-def test_tokens_before_an_update_are_the_old_weights_and_those_after_it_the_new_ones(bench, engine, at: int):
+@pytest.mark.parametrize(("at", "gloo"), [(1, False), (7, False), (20, False), (7, True)])
+def test_tokens_before_an_update_are_the_old_weights_and_those_after_it_the_new_ones(
+    bench, engine, at: int, gloo: bool
+):
     run = Run(engine, requests_of(n=6)).steps(at)
     old = engine.version
-    new = bench.put(5)
+    new = bench.put(5, gloo=gloo)
     run.end()
     after = 0
     for ids, prompt, logprobs, versions in run.rows():

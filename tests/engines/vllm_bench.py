@@ -15,7 +15,7 @@ from dockyard_actors.engines.base import GroupOutput, GroupRequest, GroupResult,
 from dockyard_actors.engines.choose import installed_vllm
 from dockyard_actors.engines.vllm import VLLMEngine, VLLMEngineConfig
 from dockyard_actors.policy.tiny import tiny_config, tiny_tokenizer
-from tests.policy.models import EOS, grouped_config, policy_of, sharp_model, weights_of
+from tests.policy.models import EOS, grouped_config, policy_of, sent, sharp_model, weights_of
 
 PROBLEM = installed_vllm()[1]
 NEEDS_VLLM = [pytest.mark.vllm, pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")]
@@ -40,12 +40,17 @@ class Bench:
         self.engine.start()
         self.version = -1
 
-    def put(self, seed: int, dtype: str = "float32", recompute: bool = True) -> int:
+    def put(self, seed: int, dtype: str = "float32", recompute: bool = True, gloo: bool = False) -> int:
         """Weights of `seed` under the next version, which is returned."""
-        views, manifest = weights_of(policy_of(sharp_model(self.config(), seed)), dtype)
+        policy = policy_of(sharp_model(self.config(), seed))
+        self.version += 1
+        if gloo:
+            with sent(policy, self.version, dtype) as (stream, manifest):
+                self.engine.update_weights(stream, manifest, self.version, recompute)
+            return self.version
+        views, manifest = weights_of(policy, dtype)
         for view in views.values():
             view.flags.writeable = False  # as sealed shared memory is
-        self.version += 1
         self.engine.update_weights(views, manifest, self.version, recompute)
         return self.version
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +19,7 @@ from dockyard_actors.policy.batch import GroupRows, TrainBatch
 from dockyard_actors.policy.policy import LossInputs, Policy
 from dockyard_actors.policy.tiny import tiny_config, tiny_tokenizer
 from dockyard_actors.policy.types import OptimizerConfig, PolicyConfig
+from dockyard_actors.transport.weights_collective import CollectiveReceiver, CollectiveSender
 
 EOS = 1
 
@@ -60,6 +63,23 @@ def weights_of(policy: Policy, dtype: str = "float32"):
     views = {entry.name: np.zeros(entry.shape, kind) for entry in manifest.entries}
     policy.write_weights(views)
     return views, manifest
+
+
+@contextmanager
+def sent(policy: Policy, version: int, dtype: str = "float32"):
+    """(stream, manifest) as an engine on another host gets them: from the policy's live parameters, over Gloo, in small buckets."""
+    manifest = policy.manifest(dtype)
+    sender = CollectiveSender(manifest, "127.0.0.1", bucket_bytes=1 << 14, timeout_s=60.0)
+    receiver = CollectiveReceiver()
+    with ThreadPoolExecutor(1) as thread:
+        meeting = sender.meet(["engine"])["engine"]
+        sending = thread.submit(sender.send, version, policy.refit.stream())
+        try:
+            yield receiver.receive(meeting, manifest, version), manifest
+            assert len(sending.result()) == len(manifest.entries)
+        finally:
+            receiver.close()
+            sender.close()
 
 
 PROMPTS = (
