@@ -214,6 +214,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
         host, port = sock.getpeername()[:2]
         self.peer = f"{host}:{port}"
+        self.here: str = sock.getsockname()[0]  # the address of ours that the connection goes over
 
     def say(self, word: Word, deadline: Deadline) -> None:
         payload = _encode(word)

@@ -160,7 +160,7 @@ class PullServer:
             raise NotOfThisRun(why)
         if prove.backend not in hello.backends:
             raise PeerLost(f"{connection.peer} chose {prove.backend}, which was not offered")
-        engine = UcxEngine.get() if prove.backend == "ucx" else None
+        engine = UcxEngine.get(connection.here) if prove.backend == "ucx" else None
         address = engine.address if engine is not None else b""
         connection.say(Welcome(proof(self._cookie, "server", hello, prove, address), address), deadline)
         return engine.link(prove.address) if engine is not None else None

@@ -74,7 +74,8 @@ class PullStats:
 class _Line:
     """A proven connection to a pull server, used for one thing at a time."""
 
-    def __init__(self, connection: Connection, link: Link | None) -> None:
+    def __init__(self, address: str, connection: Connection, link: Link | None) -> None:
+        self.address = address
         self.connection = connection
         self.link = link
 
@@ -109,7 +110,8 @@ class _Landing:
 
 
 class Puller:
-    """The asking end. Calls block; any thread. `server_of` gives the address of a host's pull server, or raises `WrongHost`."""
+    """The asking end. Calls block; any thread. `server_of` gives the address of a host's pull server, or raises
+    `WrongHost` or `HostLost`."""
 
     def __init__(self, cookie: str, server_of: Callable[[str], str], config: PullConfig) -> None:
         self._cookie = cookie
@@ -166,7 +168,7 @@ class Puller:
                 self._drop(line)
                 raise
             else:
-                self._keep(ref.host_id, line)
+                self._keep(line)
                 return answer.did
         raise AssertionError("unreachable")
 
@@ -205,7 +207,7 @@ class Puller:
         memory = landing.block.memory
         line = self._line(self._server_of(ref.host_id), deadline)
         try:
-            tag = UcxEngine.get().next_tag() if line.link is not None else int.from_bytes(nonce()[:8], "big")
+            tag = line.link.engine.next_tag() if line.link is not None else int.from_bytes(nonce()[:8], "big")
             within_s = deadline.left()
             line.connection.say(Pull(ref.arena, ref.block, ref.generation, ref.nbytes, tag, within_s), deadline)
             match line.connection.hear(deadline):
@@ -226,7 +228,7 @@ class Puller:
             self._drop(line)
             raise
         self._received[line.backend] += ref.nbytes
-        self._keep(ref.host_id, line)
+        self._keep(line)
 
     def _line(self, address: str, deadline: Deadline, fresh: bool = False) -> _Line:
         with self._lock:
@@ -241,7 +243,7 @@ class Puller:
         except OSError as error:
             raise PeerUnreachable(f"{deadline.what}: nobody answers at {address}: {error}") from error
         try:
-            line = _Line(connection, self._prove(connection, address))
+            line = _Line(address, connection, self._prove(connection, address))
         except PullTimeout as error:
             connection.close()
             raise PeerUnreachable(f"{deadline.what}: nobody answers at {address}: {error}") from error
@@ -265,7 +267,7 @@ class Puller:
             if address not in self._announced:
                 self._announced.add(address)
                 log.warning("blocks of %s come by tcp: it has no %s", address, self.choice.backend)
-        engine = UcxEngine.get() if backend == "ucx" else None
+        engine = UcxEngine.get(connection.here) if backend == "ucx" else None
         prove = Prove(nonce(), b"", backend, engine.address if engine is not None else b"")
         mac = proof(self._cookie, "client", hello, prove, prove.address)
         connection.say(Prove(prove.nonce, mac, backend, prove.address), deadline)
@@ -278,10 +280,10 @@ class Puller:
             raise NotOfThisRun(f"the server at {address} does not know this run's cookie")
         return engine.link(welcome.address) if engine is not None else None
 
-    def _keep(self, host_id: str, line: _Line) -> None:
+    def _keep(self, line: _Line) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.setdefault(self._server_of(host_id), []).append(line)
+                self._idle.setdefault(line.address, []).append(line)
                 return
         self._drop(line)
 

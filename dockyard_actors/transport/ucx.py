@@ -1,4 +1,4 @@
-"""The one UCX worker of a process, driven by epoll in a thread of its own: links to other workers, sends and receives on them.
+"""UCX workers, one for each interface that carries pulls, driven by epoll in a thread of its own: links, sends and receives on them.
 
 Nothing spins: with no transfer on its way the thread sleeps, and with one it wakes for its sockets. Endpoint error handling is always
 on, which leaves TCP as the way and makes a peer's death an error. A buffer belongs to UCX until its transfer is complete, even when
@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+import psutil
 
 from dockyard_actors.transport.pull import Deadline, PeerLost, PullError, ShortBuffer
 
@@ -100,7 +101,7 @@ class Link:
     """An endpoint to another process's worker, for one transfer at a time."""
 
     def __init__(self, engine: UcxEngine, endpoint: Any) -> None:
-        self._engine = engine
+        self.engine = engine
         self._endpoint: Any = endpoint
         self._sending: Transfer | None = None  # the last one
 
@@ -108,12 +109,12 @@ class Link:
         """data: uint8, contiguous; it must not change before the transfer is complete."""
         transfer = Transfer(f"sending {data.nbytes} bytes by UCX", data)
         self._sending = transfer
-        return self._engine.start(transfer, lambda array: self._endpoint.tag_send(array, self._engine.tag(tag)), data)
+        return self.engine.start(transfer, lambda array: self._endpoint.tag_send(array, self.engine.tag(tag)), data)
 
     def receive(self, into: np.ndarray, tag: int) -> Transfer:
         """Bound to this endpoint, so that its peer's death ends it."""
         transfer = Transfer(f"receiving {into.nbytes} bytes by UCX", into)
-        engine = self._engine
+        engine = self.engine
         return engine.start(transfer, lambda array: self._endpoint.tag_recv(array, engine.tag(tag), engine.whole), into)
 
     def close(self) -> None:
@@ -123,44 +124,56 @@ class Link:
         if endpoint is None:
             return
         if self._sending is None or self._sending.complete:
-            self._engine.close_endpoint(endpoint)
+            self.engine.close_endpoint(endpoint)
         else:
-            self._sending.when_complete(lambda: self._engine.close_endpoint(endpoint, wait=False))
+            self._sending.when_complete(lambda: self.engine.close_endpoint(endpoint, wait=False))
 
 
 class UcxEngine:
-    """Use `UcxEngine.get()`: the process has one. `PullError` where UCX does not come up or hangs.
+    """Use `UcxEngine.get(address)`. `PullError` where UCX does not come up or hangs.
 
-    The worker knows the network interfaces that were there when it was made, and no later ones: pulls over those end by deadline.
-    It lives as long as the process. (A second one, made after the first was destroyed, was never woken.)
+    A worker that knows all interfaces tells peers of all of them, reads them once, and is of no use to anybody when one that a
+    peer picked is gone. So each has one interface, the one that the connection beside it goes over. It lives as long as the
+    process. (One made after another was destroyed was never woken.)
     """
 
-    _here: ClassVar[UcxEngine | None] = None
+    _here: ClassVar[dict[tuple[int, str], UcxEngine]] = {}  # by index of the interface, and address
     _pid: ClassVar[int] = 0
+    _over: ClassVar[bool] = False
     _once: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
-    def get(cls) -> UcxEngine:
+    def get(cls, address: str) -> UcxEngine:
+        """The worker of the interface that has this address of ours."""
         with cls._once:
-            if cls._here is None or cls._pid != os.getpid():  # a fork has the worker but not its thread
-                cls._here, cls._pid = cls(), os.getpid()
-            if cls._here._ended:
+            if cls._over:
                 raise PullError("UCX was ended in this process")
-            return cls._here
+            if cls._pid != os.getpid():  # a fork has the workers but not their threads
+                cls._here, cls._pid = {}, os.getpid()
+            interface = interface_of(address)
+            key = (socket.if_nametoindex(interface), address)  # one that was made again under its name is another one
+            if key not in cls._here:
+                cls._here[key] = cls(interface)
+            return cls._here[key]
+
+    @classmethod
+    def all(cls) -> list[UcxEngine]:
+        """Of this process."""
+        return list(cls._here.values()) if cls._pid == os.getpid() else []
 
     @classmethod
     def end(cls) -> None:
-        """Close the worker's sockets, for a process that goes on without UCX. For good: `get` raises from then on."""
+        """Close the workers' sockets, for a process that goes on without UCX. For good: `get` raises from then on."""
         with cls._once:
-            engine = cls._here
-            if engine is not None and cls._pid == os.getpid() and not engine._ended:
+            for engine in cls.all() if not cls._over else []:
                 engine._call(engine._finish)
                 engine._thread.join()
+            cls._over = True
 
     def _finish(self) -> None:
         self._ended = True
 
-    def __init__(self) -> None:
+    def __init__(self, interface: str) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self._library: Any = importlib.import_module("ucxx._lib.libucxx")
@@ -170,7 +183,7 @@ class UcxEngine:
         self._tags = itertools.count(int.from_bytes(os.urandom(7), "big"))
         self._calls: deque[Callable[[], None]] = deque()
         self._pending: list[Transfer] = []
-        self.interfaces = socket.if_nameindex()
+        self._settings = {**SETTINGS, "NET_DEVICES": interface}
         self.links = 0
         self.wakeups = 0
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -189,7 +202,7 @@ class UcxEngine:
         return len(self._pending)
 
     def next_tag(self) -> int:
-        """Of a receive of this process; never the same twice."""
+        """Of a receive of this worker; never the same twice."""
         return next(self._tags) % (1 << 64)
 
     def link(self, address: bytes) -> Link:
@@ -256,7 +269,7 @@ class UcxEngine:
     def _run(self, started: Future[bytes]) -> None:
         self.thread_id = threading.get_native_id()
         try:
-            self._context = self._library.UCXContext(dict(SETTINGS))
+            self._context = self._library.UCXContext(self._settings)
             self._worker = self._library.UCXWorker(
                 self._context, enable_delayed_submission=False, enable_python_future=False
             )
@@ -300,3 +313,11 @@ class UcxEngine:
                     transfer.finish(error)
                 else:
                     transfer.finish(None)
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has this address of ours. `PullError` when none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    raise PullError(f"no interface of this host has the address {address} (any more)")

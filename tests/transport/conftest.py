@@ -1,4 +1,4 @@
-"""The UCX worker lives as long as its process. A session of tests that had one ends it, so that its sockets do not look forgotten."""
+"""UCX workers live as long as their process. A session of tests that had one ends it, so that its sockets do not look forgotten."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dockyard_actors.transport.ucx import UcxEngine
 def ucx_ends() -> Iterator[None]:
     create, its = UcxEngine.__init__, set[int]()
 
-    def recording(engine: UcxEngine) -> None:
+    def recording(engine: UcxEngine, interface: str) -> None:
         before = _listening()
-        create(engine)
+        create(engine, interface)
         its.update(_listening() - before)
 
     UcxEngine.__init__ = recording

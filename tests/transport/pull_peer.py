@@ -63,14 +63,14 @@ class _Host:
         return self.refs[0]
 
     def info(self) -> dict[str, Any]:
-        engine = UcxEngine._here
+        engines = UcxEngine.all()
         return {
             "sent": dict(self.server.sent_bytes),
             "refused": self.server.refused,
             "connections": self.server.connections,
-            "links": engine.links if engine else 0,
-            "pending": engine.pending if engine else 0,
-            "wakeups": engine.wakeups if engine else 0,
+            "links": sum(engine.links for engine in engines),
+            "pending": sum(engine.pending for engine in engines),
+            "wakeups": sum(engine.wakeups for engine in engines),
             "free": self.plane.stats().free,
             "cpu_s": sum(resource.getrusage(resource.RUSAGE_SELF)[:2]),
             "descriptors": len(os.listdir("/proc/self/fd")),

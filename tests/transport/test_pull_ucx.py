@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dockyard_actors.transport import ucx
-from dockyard_actors.transport.pull import Deadline, PeerLost, PullTimeout, ShortBuffer
+from dockyard_actors.transport.pull import Deadline, PeerLost, PullError, PullTimeout, ShortBuffer
 from dockyard_actors.transport.puller import Puller
 from dockyard_actors.transport.remote import RemotePlane
 from dockyard_actors.transport.ucx import UcxEngine
@@ -27,6 +27,7 @@ __all__ = ["opened", "server", "start"]  # fixtures
 pytestmark = needs_ucx
 
 IDLE_S = 0.5
+LOOPBACK = "127.0.0.1"
 
 
 class Halfway:
@@ -48,7 +49,7 @@ class Halfway:
 
 @pytest.fixture
 def engine() -> UcxEngine:
-    return UcxEngine.get()
+    return UcxEngine.get(LOOPBACK)
 
 
 def deadline() -> Deadline:
@@ -70,9 +71,14 @@ def pair() -> Iterator[_Pair]:
     pair.there.close()
 
 
-def test_a_process_has_one_worker(engine: UcxEngine) -> None:
-    assert UcxEngine.get() is engine
-    assert sum(thread.name == "ucx" for thread in threading.enumerate()) == 1
+def test_a_process_has_one_worker_an_interface(engine: UcxEngine) -> None:
+    assert UcxEngine.get(LOOPBACK) is engine
+    assert sum(thread.name == "ucx" for thread in threading.enumerate()) == len(UcxEngine.all())
+
+
+def test_an_address_that_is_not_ours_is_said() -> None:
+    with pytest.raises(PullError, match=r"no interface of this host has the address 203\.0\.113\.1"):
+        UcxEngine.get("203.0.113.1")
 
 
 def test_a_receive_buffer_that_is_too_small_is_an_error_at_the_receiver(engine: UcxEngine, pair: _Pair) -> None:
@@ -205,7 +211,7 @@ async def test_thirty_two_endpoints_at_once_and_none_afterwards(start: StartHost
     )
     wait_until(lambda: (host("info")["links"], host("info")["connections"]) == (count, count))
     for line in lines:
-        plane._puller._keep("there", line)
+        plane._puller._keep(line)
     refs = [host.ref(seed, 100_000) for seed in range(count)]
     for at in range(0, count, BLOCKS):
         await plane.fetch(refs[at : at + BLOCKS], WAIT_S)
