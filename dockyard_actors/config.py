@@ -181,6 +181,11 @@ def refusals(config: Config) -> list[str]:
             f"data_plane.blocks: {config.data_plane.blocks} cannot hold the {open_groups} groups that may be open at once "
             f"and a batch of {config.groups_per_batch} under way; raise it to {open_groups + config.groups_per_batch} or more"
         )
+    if config.data_plane.backend == "none":
+        found.append(
+            "data_plane.backend: 'none' keeps tensors in the memory of one process, and every role is a process of its own; "
+            "use 'auto': roles of one host share memory without a copy"
+        )
     tokens = config.grpo.num_generations_per_prompt * config.generation.max_new_tokens
     if tokens * 16 > config.data_plane.block_bytes:
         found.append(

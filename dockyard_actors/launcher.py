@@ -28,6 +28,7 @@ from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.observe.top import RUNTIME, Runtime
 from dockyard_actors.report import snapshot_of, summarise
 from dockyard_actors.roles.build import name_of
+from dockyard_actors.roles.hosts import HostMemory
 from dockyard_actors.roles.main import RUN_DESK
 from dockyard_actors.roles.messages import AskRun, AskStatus, RunIs, StatusIs, StopRun
 from dockyard_actors.runtime.actor import Actor
@@ -35,8 +36,7 @@ from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import Failure, ProcessSpec, RestartPolicy
 from dockyard_actors.transport.base import TransportError
-from dockyard_actors.transport.fdserver import FdServer
-from dockyard_actors.transport.tensors import host_id
+from dockyard_actors.transport.tensors import DataPlaneError, host_id
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ ROLE_OF = {
     "controller": "controller",
     "evaluator": "evaluator",
 }
+TAKE_WEIGHTS = ("trainer", "rollout", "evaluator")
 # Sandboxes first, the ledger last; what stands together ends at the same time.
 STOP_ORDER = (("broker",), ("evaluator", "rollout", "trainer"), ("buffer",), ("controller",))
 EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
@@ -126,14 +127,12 @@ class Run:
         policy = self.config.supervision
         settings = AgentConfig(hang_s=policy.hang_s, start_grace_s=policy.start_timeout_s, listen=self.listen)
         restarts: dict[str, int] = {}
-        async with NodeAgent(settings) as agent:
-            server = FdServer(agent.runtime_dir)
-            await server.start()
+        async with NodeAgent(settings) as agent, HostMemory(agent, self.config) as memory:
             runtime = self.run_dir.path / RUNTIME
             try:
                 where = Runtime(agent.rendezvous, str(agent.key_file))
                 self.run_dir.write_text(RUNTIME, msgspec.json.encode(where).decode())
-                await agent.system.start(RunDesk(self._run_is(server)), RUN_DESK)
+                await agent.system.start(RunDesk(self._run_is(memory)), RUN_DESK)
                 for role in self.roles:
                     for index in range(processes_of(role, self.config)):
                         await agent.spawn(spec_of(role, index, self.config, self.run_dir.logs))
@@ -147,20 +146,19 @@ class Run:
                 await self._stop(agent, hurry=self.signals > 1)
             finally:
                 runtime.unlink(missing_ok=True)
-                await server.close()
         summary, examples = summarise(self.config, self.run_dir, outcome, cause, self.status, restarts, self._wall_s())
         name = "inspect" if summary.status == "completed" else "resume"
         hint = f"Next: dockyard-launch {name} {self.run_dir.path}"
         final_report(self.console, summary, examples, run_dir=self.run_dir.path, plot=self.run_dir.plot, hint=hint)
         return EXIT[summary.status]
 
-    def _run_is(self, server: FdServer) -> RunIs:
+    def _run_is(self, memory: HostMemory) -> RunIs:
         return RunIs(
             run_id=self.run_dir.id,
             run_dir=str(self.run_dir.path),
             session=secrets.token_hex(8),
             config=self.run_dir.config.read_text(),
-            fd_path=str(server.path),
+            fd_path=memory.fd_path,
             host_id=host_id(),
         )
 
@@ -323,9 +321,9 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
     try:
         async with NodeAgent(AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file)) as agent:
             run = await agent.system.ref(RUN_DESK).ask(AskRun(), deadline_s=JOIN_S, retry=True)
-            if run.host_id != host_id():
+            if run.host_id != host_id() and role in TAKE_WEIGHTS:
                 log.error(
-                    "the run's shared memory is on host %s, this is %s: roles of one run share a host for now",
+                    "the run's weights are on host %s, this is %s: trainer and engines of one run share a host for now",
                     run.host_id,
                     host_id(),
                 )
@@ -339,16 +337,19 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
                     config.rollout.count - 1,
                 )
                 return 2
-            await agent.spawn(spec_of(role, index, config, Path(run.run_dir) / "logs"))
-            log.info("%s joined run %s", name, run.run_id)
-            waits = [asyncio.ensure_future(w) for w in (agent.wait_failed(), agent.wait_shutdown(), stop.wait())]
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            failure = waits[0].result() if waits[0].done() else None
-            for wait in waits:
-                wait.cancel()
+            async with HostMemory(agent, config):
+                await agent.spawn(spec_of(role, index, config, Path(run.run_dir) / "logs"))
+                log.info("%s joined run %s", name, run.run_id)
+                waits = [asyncio.ensure_future(w) for w in (agent.wait_failed(), agent.wait_shutdown(), stop.wait())]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                failure = waits[0].result() if waits[0].done() else None
+                for wait in waits:
+                    wait.cancel()
+                for process in agent.processes():  # the memory goes after whoever uses it
+                    await agent.stop(process.name)
             if failure is None:
                 return 0
-    except (ActorError, TransportError, OSError, ValueError) as error:
+    except (ActorError, TransportError, DataPlaneError, OSError, ValueError) as error:
         log.error(
             "could not join %s: %s. The controller prints the address when it starts; it ends with its run",
             rendezvous,

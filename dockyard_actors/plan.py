@@ -14,6 +14,7 @@ from dockyard_actors.config import Config, ConfigError
 from dockyard_actors.engines.base import EngineError
 from dockyard_actors.engines.choose import choose_engine, head_size
 from dockyard_actors.tasks.types import TaskSet
+from dockyard_actors.transport.pull import NoBackend, choose_backend
 
 MIB = 1 << 20
 # Resident memory measured on the development machine: interpreter with the role's imports, model not counted.
@@ -105,6 +106,13 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
         problems.append(
             f"model.source: {config.model.source!r} is neither smollm2-135m, nor tiny, nor a directory with *.safetensors files"
         )
+    between = ""
+    if config.data_plane.backend != "none":
+        try:
+            choice = choose_backend(config.data_plane.backend)
+            between = f"; between hosts by {choice.backend} ({choice.why})"
+        except NoBackend as error:
+            problems.append(str(error))
     free = shutil.disk_usage(os.getcwd()).free // MIB
     checkpoint = 12 * n // MIB if n else 0
     if checkpoint * (config.checkpoint.keep + 1) > free:
@@ -132,7 +140,7 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
         },
         "transports": {
             "control": "zmq over ipc",
-            "data": f"memfd slab, {config.data_plane.blocks} blocks of {config.data_plane.block_bytes // 1024} KiB a rollout",
+            "data": f"memfd slab, {config.data_plane.blocks} blocks of {config.data_plane.block_bytes // 1024} KiB a rollout{between}",
             "weights": _weights_way(config),
         },
         "checkpoint_mib": checkpoint,

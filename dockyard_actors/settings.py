@@ -120,11 +120,16 @@ class SandboxConfig(Section):
 
 
 class DataPlaneConfig(Section):
-    """Shared slabs for rollout tensors."""
+    """Shared slabs for rollout tensors, and how they travel to other hosts."""
 
+    # auto: UCX where both hosts have it, else TCP, and the log says why. none: the memory of one process, shared with nobody.
+    backend: Literal["auto", "ucx", "tcp", "none"] = "auto"
     block_bytes: int = Field(default=256 << 10, ge=4096)  # one group
     blocks: int = Field(default=256, ge=4)
     alloc_timeout_s: float = Field(default=600.0, gt=0)  # a full arena is backpressure: the trainer is behind
+    fetch_timeout_s: float = Field(
+        default=120.0, gt=0
+    )  # a batch from other hosts; what does not come is lost: re-issued
 
 
 class WeightSyncConfig(Section):

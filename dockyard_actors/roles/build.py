@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from dockyard_actors.config import Config, ConfigError
 from dockyard_actors.observe.rundir import RunDir
+from dockyard_actors.roles.hosts import Hosts
 from dockyard_actors.roles.messages import RunIs
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.sandbox.child import ExecutorProcess, ExecutorProcessConfig
 from dockyard_actors.sandbox.client import ExecutorClient
 from dockyard_actors.tasks.dataset import load_tasks
 from dockyard_actors.transport.fdclient import FdClient
-from dockyard_actors.transport.slab import SlabConfig, SlabPlane
 from dockyard_actors.transport.weights_shm import WeightReader
 
 if TYPE_CHECKING:
@@ -79,24 +79,18 @@ def make_executor(config: Config, sockets: Path, logs: Path) -> tuple[ExecutorPr
     return ExecutorProcess(child), ExecutorClient(socket_path=socket)
 
 
-def make_plane(config: Config, run: RunIs, owner: str) -> SlabPlane:
-    return SlabPlane(
-        run.fd_path, owner, SlabConfig(blocks=config.data_plane.blocks, block_bytes=config.data_plane.block_bytes)
-    )
-
-
 def name_of(role: str, index: int) -> str:
     """Rollouts are numbered; of every other role there is one."""
     return f"{role}-{index}" if role == "rollout" else role
 
 
-def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: str) -> Actor:
+def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: str, hosts: Hosts) -> Actor:
     """The actor of a role process. Loads no model: that happens in the role's compute thread."""
     run_dir, name = RunDir(run.run_dir), name_of(role, index)
     if role == "buffer":
         from dockyard_actors.roles.buffer import Buffer
 
-        return Buffer(config, make_plane(config, run, name))
+        return Buffer(config, hosts.plane(config, name))
     if role == "broker":
         from dockyard_actors.roles.broker import Broker
 
@@ -112,7 +106,7 @@ def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: st
         from dockyard_actors.roles.weight_source import WeightSource
 
         weights = WeightSource(WeightReader(FdClient(run.fd_path)))
-        return Rollout(config, tasks, make_engine(config, socket_dir), make_plane(config, run, name), weights)
+        return Rollout(config, tasks, make_engine(config, socket_dir), hosts.plane(config, name), weights)
     if role == "evaluator":
         from dockyard_actors.roles.evaluator import Evaluator
         from dockyard_actors.roles.weight_source import WeightSource
@@ -125,6 +119,6 @@ def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: st
         from dockyard_actors.roles.trainer import Trainer
 
         model = dataclasses.replace(config.model, seed=config.model.seed + config.run.seed)
-        learner = Learner(config, model, make_plane(config, run, name), run_dir)
+        learner = Learner(config, model, hosts.plane(config, name, copies=True), run_dir)
         return Trainer(config, tasks, learner, FdClient(run.fd_path), run_dir)
     raise ValueError(f"unknown role {role!r}")

@@ -178,12 +178,16 @@ class Controller(Actor):
         if lease is None or (lease.buffered and msg.outcome == "failed"):
             self._record()
             return m.LeaseIs(owned=lease is not None)
-        if msg.never_again or (msg.retry_prompt and lease.retry_of >= 0):
+        if msg.never_again or (msg.retry_prompt and self._tried_before(lease)):
             self._record(Closed(lease.id, msg.outcome, f"{QUARANTINED}: {msg.cause}"))
         else:
             self._record(Closed(lease.id, msg.outcome, msg.cause, retry=msg.retry_prompt))
         self._wake()
         return m.LeaseIs(owned=False)
+
+    def _tried_before(self, lease: Lease) -> bool:
+        """The prompt failed once already, and not because it lost its host."""
+        return lease.retry_of >= 0 and self.ledger.leases[lease.retry_of].cause != m.HOST_LOST
 
     async def samples(self, msg: m.ReportSamples) -> m.Done:
         for sample in msg.samples:
@@ -277,6 +281,17 @@ class Controller(Actor):
         await self._release(leases)
         if step % PLOT_EVERY == 0:
             await asyncio.to_thread(reward_png, self.run_dir)
+
+    async def lose_groups(self, msg: m.LoseGroups) -> m.Done:
+        lost = tuple(lease for lease in msg.leases if lease in self.ledger.open)
+        self._record(*(Closed(lease, "failed", m.HOST_LOST, retry=True) for lease in lost))
+        if lost:
+            text = f"{len(lost)} groups were lost with their host and are generated anew: {msg.why}"
+            log.warning("%s", text)
+            self.warnings.append(text)
+            self.ctx.spawn(self._release(lost), name="release what was lost")
+            self._wake()
+        return m.Done()
 
     async def report_step(self, msg: m.ReportStep) -> m.Done:
         self.last_step = msg.record

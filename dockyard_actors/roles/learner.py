@@ -162,7 +162,7 @@ class Learner:
         rewards = torch.tensor([meta.rewards for meta in metas], dtype=torch.float64)
         valid = torch.tensor([meta.valid for meta in metas])
         advantages = group_advantages(rewards, valid, config.advantage)
-        signal = has_signal(rewards, valid).tolist()
+        signal = teaching(metas)
         batch = self._batch([g for g, teaches in zip(groups, signal, strict=True) if teaches], advantages[signal])
         result = self._optimize(batch, _denominators(metas))
         self.step += 1
@@ -236,6 +236,12 @@ class Learner:
             )
 
         return self.policy.train_step(batch, loss_fn, proximal, reference)
+
+
+def teaching(metas: Sequence[GroupMeta]) -> list[bool]:
+    """Which groups have a signal: nobody looks at the tensors of the others."""
+    rewards = torch.tensor([meta.rewards for meta in metas], dtype=torch.float64)
+    return has_signal(rewards, torch.tensor([meta.valid for meta in metas])).tolist()
 
 
 def _denominators(metas: Sequence[GroupMeta]) -> Denominators:

@@ -8,14 +8,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
+
+import msgspec
 
 from dockyard_actors.config import from_resolved
 from dockyard_actors.observe.logs import setup_logging
 from dockyard_actors.roles.build import build_role, name_of
+from dockyard_actors.roles.hosts import Hosts
 from dockyard_actors.roles.messages import AskRun
 from dockyard_actors.runtime.guard import guard
 from dockyard_actors.runtime.process import main_process, read_bootstrap
 from dockyard_actors.runtime.system import ActorSystem
+from dockyard_actors.transport.base import load_keys
 
 NICENESS = 10  # of the evaluator: it yields shared cores to trainer and rollouts
 RUN_DESK = "run"  # the actor of the primary agent that knows the run
@@ -34,8 +39,10 @@ def main() -> None:
         run = await system.ref(RUN_DESK).ask(AskRun(), deadline_s=ASK_RUN_S, retry=True)
         config = from_resolved(run.config)
         logging.getLogger().setLevel(config.observe.log_level)
+        hosts = await Hosts.find(system, load_keys(Path(bootstrap.key_file)).cookie)
+        run = msgspec.structs.replace(run, fd_path=hosts.fd_path)  # of this host
         with guard(IMPORT_S, "importing"):
-            actor = build_role(role, index, config, run, bootstrap.socket_dir)
+            actor = build_role(role, index, config, run, bootstrap.socket_dir, hosts)
         await system.start(actor, name_of(role, index))
 
     main_process(build)

@@ -68,6 +68,17 @@ class CloseLease(Message[LeaseIs], frozen=True, tag=True):
     never_again: bool = False  # quarantine the prompt: it can never be worked on
 
 
+HOST_LOST = "host_lost"  # cause of such leases
+
+
+class LoseGroups(Message[Done], frozen=True, tag=True):
+    """The trainer could not have the tensors of these groups: the host that held them is lost. They end as failed(host_lost), and
+    their prompts are issued anew. Retryable: what is closed already stays as it is."""
+
+    leases: tuple[int, ...]
+    why: str
+
+
 class ReportSamples(Message[Done], frozen=True, tag=True):
     """Readable completions for rollouts/; how many of a step are kept is the controller's to say."""
 
@@ -409,7 +420,7 @@ class RunIs(msgspec.Struct, frozen=True, tag=True):
     run_dir: str
     session: str
     config: str  # resolved, YAML
-    fd_path: str  # unix socket of the server that holds the arenas
+    fd_path: str  # unix socket of the server that holds the arenas of that host
     host_id: str
 
 

@@ -22,7 +22,7 @@ from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.canary import MOST_TOKENS, canary_of
 from dockyard_actors.roles.evaluations import FINAL_EXAMPLES, Evaluations
-from dockyard_actors.roles.learner import Learner, StepOutcome
+from dockyard_actors.roles.learner import Learner, StepOutcome, teaching
 from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.synchronizer import WeightSynchronizer
 from dockyard_actors.runtime.actor import Actor
@@ -30,6 +30,8 @@ from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import RestartProcess
 from dockyard_actors.tasks.types import TaskSet
 from dockyard_actors.transport.fdclient import FdClient
+from dockyard_actors.transport.pull import HostLost, PeerLost, PeerUnreachable, PullTimeout
+from dockyard_actors.transport.tensors import StaleRef
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ R = TypeVar("R")
 TOLD_STEPS = (
     32  # the buffer is told of the leases of so many last steps: it may be late to hear of them from the controller
 )
+# What says that a group's host, or the memory that it had, is gone or out of reach. Anything else is a mistake, and ends the run.
+LOST = (HostLost, PeerLost, PeerUnreachable, PullTimeout, StaleRef)
 TAKE_WAIT_S = 2.0  # one long poll for a batch; between two the trainer looks whether it was asked to stop
 
 
@@ -269,12 +273,13 @@ class Trainer(Actor):
             self.taking = self.ctx.spawn(self.take(version), name=f"take a batch for version {version}")
 
     async def take(self, version: int) -> tuple[m.OpenGroup, ...] | None:
-        """A batch no older than allowed at `version`, or None when the run was asked to stop."""
+        """A batch no older than allowed at `version`, its tensors on this host; or None when the run was asked to stop."""
         count = self.config.grpo.num_prompts_per_step
+        here: list[m.OpenGroup] = []
         while not self.stop_reason:
             batch = await self.ctx.ref("buffer").ask(
                 m.TakeGroups(
-                    count=count,
+                    count=count - len(here),
                     version=version,
                     max_age=self.config.max_age,
                     wait_s=TAKE_WAIT_S,
@@ -286,10 +291,27 @@ class Trainer(Actor):
             )
             if batch.groups:
                 self.holding |= {group.meta.lease for group in batch.groups}
-                return batch.groups
-            if not self.computing:
-                self.report(f"waits for a batch: {batch.ready} of {count} groups are ready")
+                here += await self.fetch(batch.groups)
+                if len(here) == count:
+                    return tuple(sorted(here, key=lambda group: group.meta.lease))
+            elif not self.computing:
+                self.report(f"waits for a batch: {len(here) + batch.ready} of {count} groups are ready")
         return None
+
+    async def fetch(self, groups: tuple[m.OpenGroup, ...]) -> list[m.OpenGroup]:
+        """The groups that can be trained: what teaches is brought to this host, and what is lost with its own is given up."""
+        plane, limit = self.learner.plane, self.config.data_plane.fetch_timeout_s
+        wanted = [g for g, teaches in zip(groups, teaching([g.meta for g in groups]), strict=True) if teaches]
+        came = await asyncio.gather(*(plane.fetch([g.ref], limit) for g in wanted), return_exceptions=True)
+        lost = {g.meta.lease: e for g, e in zip(wanted, came, strict=True) if isinstance(e, BaseException)}
+        if not lost:
+            return list(groups)
+        for error in lost.values():
+            if not isinstance(error, LOST):
+                raise error
+        await self.tell(m.LoseGroups(leases=tuple(lost), why=str(next(iter(lost.values())))))
+        self.holding -= set(lost)
+        return [group for group in groups if group.meta.lease not in lost]
 
     async def train(self, groups: tuple[m.OpenGroup, ...], version: int) -> StepOutcome:
         """One optimizer step; the ledger knows it when this returns."""
@@ -306,6 +328,8 @@ class Trainer(Actor):
         stepped = (*outcome.trained, *(lease for lease, _ in outcome.filtered))
         self.stepped.append(stepped)
         self.holding -= set(stepped)
+        for group in groups:  # the journal has them: copies of other hosts' blocks are of no use to anybody
+            self.learner.plane.release(group.ref)
         if ack.stop:
             self.stop("asked to stop")
         return outcome

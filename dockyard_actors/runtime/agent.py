@@ -127,8 +127,8 @@ class NodeAgent:
         self.runtime_dir = self._dir.path
         try:
             self.key_file = find_keys(config.rendezvous, config.key_file, self.runtime_dir)
-            self._host = tcp_host(config.listen, config.rendezvous)
-            tcp = config.listen or (f"tcp://{self._host}:0" if self._host else "")
+            self.host = tcp_host(config.listen, config.rendezvous)  # what other hosts connect to; empty: there are none
+            tcp = config.listen or (f"tcp://{self.host}:0" if self.host else "")
             self.uid = secrets.token_hex(8)
             self.system = ActorSystem(
                 SystemConfig(
@@ -274,7 +274,7 @@ class NodeAgent:
             runtime_dir=str(self.runtime_dir),
             socket_dir=str(socket_dir),
             key_file=str(self.key_file),
-            tcp_bind=f"tcp://{self._host}:0" if self._host else "",
+            tcp_bind=f"tcp://{self.host}:0" if self.host else "",
             allow_plain_loopback=self.config.allow_plain_loopback,
             registry_lost_s=self.config.registry_lost_s,
         )

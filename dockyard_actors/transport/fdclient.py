@@ -20,6 +20,7 @@ import msgspec
 from dockyard_actors.transport.arena import ArenaFds
 from dockyard_actors.transport.tensors import DataPlaneError
 
+COPIES = "copies"  # kind of an arena that goes with its producer: the originals lie elsewhere
 MAX_MESSAGE = 128 * 1024  # bytes; a listing of ~500 arenas, below the kernel's smallest usual send buffer
 
 
@@ -88,7 +89,7 @@ class ArenaInfo(msgspec.Struct, frozen=True):
     """One arena, for the live view."""
 
     name: str
-    kind: str  # "slab" or "weights"
+    kind: str  # "slab", "copies" or "weights"
     owner: str  # role that produces into it
     pid: int
     bytes: int

@@ -24,6 +24,7 @@ import msgspec
 
 from dockyard_actors.transport.arena import DROPPED, ArenaFds, ArenaLocked, ControlPage, State
 from dockyard_actors.transport.fdclient import (
+    COPIES,
     MAX_MESSAGE,
     SERVED_HERE,
     ArenaInfo,
@@ -332,6 +333,9 @@ class FdServer:
 
     def _orphan(self, arena: _Arena) -> None:
         arena.orphaned = True
+        if arena.kind == COPIES:
+            self._drop(arena.name)
+            return
         self._reap(arena)
         self._unwatch(arena.pid)
 

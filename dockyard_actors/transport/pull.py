@@ -48,6 +48,10 @@ class PeerLost(PullError, ConnectionError):
     """The other end, or the way to it, went away in the middle."""
 
 
+class HostLost(PullError, ConnectionError):
+    """The run knows that the host is gone, and with it all that lay in its memory."""
+
+
 class PullTimeout(PullError, TimeoutError):
     """A transfer did not end before its deadline: the other end is stopped, or the link is cut or too slow."""
 

@@ -22,7 +22,7 @@ import numpy as np
 from dockyard_actors.transport.arena import ArenaFds, ControlPage, State, map_memory
 from dockyard_actors.transport.attachments import Attachment, Attachments
 from dockyard_actors.transport.blocks import Backpressure, Block, Fields
-from dockyard_actors.transport.fdclient import FdClient, FdConfig, FdServerGone
+from dockyard_actors.transport.fdclient import COPIES, FdClient, FdConfig, FdServerGone
 from dockyard_actors.transport.plane import PlaneStats
 from dockyard_actors.transport.tensors import (
     DataPlaneError,
@@ -53,7 +53,10 @@ class SlabConfig:
     recheck_s: float = 0.25  # how long a wait for a block trusts the bell alone
     lock_wait_s: float = FdConfig.lock_wait_s
     call_s: float = FdConfig.call_s
-    host_id: str | None = None  # None: boot id and network namespace
+    host_id: str | None = None  # None: boot id with the network and pid namespaces
+    outlives: bool = (
+        True  # sealed blocks stay when this process dies; False where all are copies of what lies elsewhere
+    )
 
 
 class SlabPlane(Backpressure):
@@ -209,7 +212,8 @@ class _OwnArena:
     def __init__(self, client: FdClient, owner: str, config: SlabConfig, block_bytes: int) -> None:
         self.name = f"{owner}:{os.getpid()}:{secrets.token_hex(4)}"
         size = config.blocks * block_bytes
-        self.fds: ArenaFds = client.create_arena(self.name, size, block_bytes, owner=owner)
+        kind = "slab" if config.outlives else COPIES
+        self.fds: ArenaFds = client.create_arena(self.name, size, block_bytes, owner=owner, kind=kind)
         try:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self.memory = map_memory(self.fds.take("data"), size, flags, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -144,7 +144,7 @@ class Learner:
     """Trains nothing; looks at what it is given, and remembers on disk what it was given."""
 
     def __init__(self, disk: Disk, rng: random.Random) -> None:
-        self.disk, self.rng = disk, rng
+        self.disk, self.rng, self.plane = disk, rng, disk.plane
         self.step, self.fresh, self.needs_warmup = 0, True, False
         self.trained: tuple[int, ...] = ()
 

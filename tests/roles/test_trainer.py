@@ -17,6 +17,7 @@ from dockyard_actors.roles.weight_routes import Kind, Route, SharedMemory
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.supervision import RestartProcess
+from dockyard_actors.transport.plane import DataPlane
 from tests.roles.test_synchronizer import Member, ScriptedPublisher, broken
 from tests.roles.world import PATIENCE_S, World, assert_journal_is_the_ledger, eventually, world_of
 
@@ -26,7 +27,8 @@ BASE = ("weight_sync.canary=false", "eval.before=false", "eval.after=false", "gr
 class ScriptedLearner:
     """Test only: trains nothing. A step waits for the gate when there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, plane: DataPlane) -> None:
+        self.plane = plane
         self.step, self.fresh, self.needs_warmup = 0, True, False
         self.gate: threading.Semaphore | None = None
         self.training = 0
@@ -93,7 +95,7 @@ async def training(path: Path, *overrides: str, members: Sequence[Member] = ()) 
         members = list(members) or [Member()]
         for index, member in enumerate(members):
             await world.system.start(member, f"rollout-{index}")
-        run = Training(world, ScriptedLearner(), members)
+        run = Training(world, ScriptedLearner(world.plane), members)
         feeding = asyncio.ensure_future(run.feed())
         try:
             async with asyncio.timeout(PATIENCE_S):
