@@ -19,6 +19,7 @@ from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import ActorError, NameTaken
 from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.transport.base import load_keys
+from dockyard_actors.transport.fdclient import FdClient, FdServerGone
 from dockyard_actors.transport.fdserver import FdServer
 from dockyard_actors.transport.pull import HostLost, PullConfig
 from dockyard_actors.transport.pull_server import PullServer
@@ -45,7 +46,7 @@ class HostMemory:
     """``async with HostMemory(agent, config) as memory``: this host's shared memory, held here or by the agent that came first.
 
     `fd_path` is the fd server's socket, `pull_server` what other hosts pull from (None on a run of one host, or when another agent
-    serves). `NoBackend` when `data_plane.backend` asks for what is not installed; `OSError` when nothing can be bound.
+    serves). `FdServerGone` when that agent does not answer; `NoBackend` when `data_plane.backend` asks for what is not installed; `OSError` when nothing can be bound.
     """
 
     def __init__(self, agent: NodeAgent, config: Config) -> None:
@@ -66,8 +67,15 @@ class HostMemory:
                 known = await _entry(self._agent.system, host_id(), FIND_S)
         if known is None:
             raise WrongHost(f"nobody serves the memory of host {host_id()}")
-        self.fd_path = known.meta[FD_PATH]
-        log.info("process %s holds the memory of this host", known.meta["process"])
+        self.fd_path, holder = known.meta[FD_PATH], known.meta["process"]
+        try:
+            await asyncio.to_thread(FdClient(self.fd_path).list_arenas)
+        except FdServerGone as error:
+            raise FdServerGone(
+                f"process {holder} holds the memory of this host and does not answer ({error}): if it is dead, start again "
+                "when the run has noticed"
+            ) from None
+        log.info("process %s holds the memory of this host: when it ends, the memory is gone", holder)
         return self
 
     async def _hold(self) -> None:
