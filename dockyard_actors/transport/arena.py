@@ -53,6 +53,8 @@ class ArenaFds:
     data: int
     ctl: int
     bell: int
+    watch: int = -1  # open as long as the reader holds the arena: its end is how the fd server knows of the reader's
+    reader: int = 0  # the number that it has there; 0: its pid says who it is
 
     def take(self, name: str) -> int:
         """Hand one descriptor over: the caller closes it from now on."""
@@ -62,7 +64,7 @@ class ArenaFds:
 
     def close(self) -> None:
         """Idempotent."""
-        for name in ("data", "ctl", "bell"):
+        for name in ("data", "ctl", "bell", "watch"):
             if (fd := getattr(self, name)) >= 0:
                 setattr(self, name, -1)
                 os.close(fd)

@@ -104,7 +104,7 @@ class Attachment:
             memory = self._mapped()
             if self._row < 0:
                 with self.page.locked():
-                    self._row = self.page.leases.claim()
+                    self._row = self.page.leases.claim(self._fds.reader)
             lease = self._leases.setdefault((block, generation), _Lease(self, block, generation))
             lease.live += 1
             self.page.leases.set(self._row, block, True)  # leaving the gate is the fence before the caller's look

@@ -1,7 +1,8 @@
 """How a role process asks the node agent's fd server for memory: the messages, their errors, and a client with deadlines.
 
 A call is one connection, one request, one reply (with descriptors by SCM_RIGHTS), so that nothing stays open between calls and a
-fork inherits nothing. It knows names and sizes of arenas, not what lies in them.
+fork inherits nothing; only a reader in another pid namespace keeps its connection, whose end is its own. It knows names and sizes
+of arenas, not what lies in them.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Create(msgspec.Struct, frozen=True, tag=True):
     block_bytes: int
     blocks: int
     extra: int
+    pid: int  # the asker's, as it knows it
 
 
 class Seal(msgspec.Struct, frozen=True, tag=True):
@@ -67,6 +69,7 @@ class Seal(msgspec.Struct, frozen=True, tag=True):
 
 class Open(msgspec.Struct, frozen=True, tag=True):
     name: str
+    pid: int  # the asker's, as it knows it
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
@@ -104,6 +107,9 @@ class ArenaInfo(msgspec.Struct, frozen=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     did: bool = True  # False: there was nothing left to do
     fds: int = 0
+    reader: int = (
+        0  # the server does not know the asker by its pid: it goes by this number while it keeps the connection
+    )
 
 
 class Listing(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +154,7 @@ class FdClient:
     ) -> ArenaFds:
         """New memory, this process its producer. Sizes in bytes, multiples of the page; `blocks` as many as fit."""
         count = data_bytes // block_bytes if blocks is None else blocks
-        _, fds = self._call(Create(name, kind, owner, data_bytes, block_bytes, count, extra))
+        _, fds = self._call(Create(name, kind, owner, data_bytes, block_bytes, count, extra, os.getpid()))
         return ArenaFds(*fds)
 
     def seal_arena(self, name: str) -> None:
@@ -157,8 +163,8 @@ class FdClient:
 
     def open_arena(self, name: str) -> ArenaFds:
         """Descriptors of a sealed arena: data (maps read-only), ctl, bell."""
-        _, fds = self._call(Open(name))
-        return ArenaFds(*fds)
+        reply, fds = self._call(Open(name, os.getpid()))
+        return ArenaFds(*fds, reader=reply.reader if isinstance(reply, Done) else 0)
 
     def drop_arena(self, name: str) -> bool:
         """Let go of the arena whatever it holds. False when it was gone already."""
@@ -195,6 +201,7 @@ class FdClient:
     def _ask(self, request: Request) -> tuple[Reply, list[int]]:
         what = f"process {os.getpid()} asked the fd server at {self.path} for {type(request).__name__}"
         deadline = time.monotonic() + self.call_s
+        fds = array.array("i")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
             try:
                 while True:
@@ -216,18 +223,20 @@ class FdClient:
                 raise FdServerTimeout(f"{what}: no answer within {self.call_s:.3g} s") from None
             except (ConnectionError, FileNotFoundError, PermissionError) as error:
                 raise FdServerGone(f"{what}: {error}") from error
-        fds = array.array("i")
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-        try:
-            if not payload:
-                raise FdServerGone(f"{what}: it hung up without an answer")
-            reply = _decode_reply(payload)
-            if isinstance(reply, Done) and reply.fds != len(fds):
-                raise FdServerGone(f"{what}: {reply.fds} descriptors expected, {len(fds)} received (open file limit?)")
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return reply, list(fds)
+            try:
+                for level, kind, data in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                if not payload:
+                    raise FdServerGone(f"{what}: it hung up without an answer")
+                reply = _decode_reply(payload)
+                if isinstance(reply, Done) and reply.fds != len(fds):
+                    raise FdServerGone(
+                        f"{what}: {reply.fds} descriptors expected, {len(fds)} received (open file limit?)"
+                    )
+            except BaseException:
+                for fd in fds:
+                    os.close(fd)
+                raise
+            kept = [connection.detach()] if isinstance(reply, Done) and reply.reader else []
+        return reply, [*fds, *kept]

@@ -83,6 +83,7 @@ class _Arena:
     def __init__(self, request: Create, pid: int, lock_wait_s: float) -> None:
         self.name, self.kind, self.owner, self.pid = request.name, request.kind, request.owner, pid
         self.bytes = request.data_bytes
+        self.foreign = request.pid != pid  # it looks for its readers by their pids, in another pid namespace than ours
         self.sealed = self.orphaned = False
         self.fds = ArenaFds(-1, -1, -1)
         try:
@@ -137,6 +138,7 @@ class FdServer:
         self._arenas: dict[str, _Arena] = {}
         self._producers: dict[int, int] = {}  # pid -> pidfd
         self._connections: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._readers = 0  # numbers given so far
         self._sweeper: asyncio.TimerHandle | None = None
         self._listener: socket.socket | None = None
         self._bind_lock = -1
@@ -223,34 +225,58 @@ class FdServer:
         connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """One request, one reply, then the connection ends: clients keep nothing open."""
+        """One request, one reply, then the connection ends: clients keep nothing open, but for readers that we know by nothing else."""
+        reply: Reply | None = None
         try:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid, uid, _ = struct.unpack("iII", credentials)
             payload = connection.recv(MAX_MESSAGE)
             if payload:
-                reply, fds = self._answer(payload, pid, uid)
+                reply, fds = self._answer(connection, payload, pid, uid)
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
                 connection.sendmsg([_encode(reply)], ancillary)
         except OSError as error:  # the client notices: it gets no reply
+            reply = None
             log.warning("fd server: a request went unanswered: %r", error)
         finally:
-            self._hang_up(connection)
+            if not (isinstance(reply, Done) and reply.reader):
+                self._hang_up(connection)
 
-    def _answer(self, payload: bytes, pid: int, uid: int) -> tuple[Reply, list[int]]:
+    def _watch_reader(self, connection: socket.socket, arena: _Arena, reader: int) -> None:
+        """Its pid says nothing here, so that the end of its connection has to say when it is dead."""
+
+        def ended() -> None:
+            self._hang_up(connection)
+            if self._arenas.get(arena.name) is arena:
+                arena.page.leases.end(reader)
+                os.eventfd_write(arena.fds.bell, 1)  # its producer may be waiting for it
+                self._reap(arena)
+
+        self._connections[connection].cancel()
+        self._loop.remove_reader(connection.fileno())
+        self._loop.add_reader(connection.fileno(), ended)
+
+    def _answer(self, connection: socket.socket, payload: bytes, pid: int, uid: int) -> tuple[Reply, list[int]]:
         if uid != os.geteuid():
             self._refused += 1
             log.warning("fd server: refused a peer of uid %d (pid %d)", uid, pid)
             return Refused(f"uid {uid} may not use the arenas of uid {os.geteuid()}"), []
-        if pid == 0:
-            self._refused += 1
-            return Refused("the peer lives in another pid namespace: its death could not be noticed"), []
         try:
             request = _decode_request(payload)
         except msgspec.MsgspecError as error:
             self._refused += 1
             return Refused(f"malformed request: {error}"), []
-        return self.handle(request, pid)
+        if pid == 0 and isinstance(request, Create):
+            self._refused += 1
+            return Refused("the producer lives in another pid namespace: its death could not be noticed"), []
+        reply, fds = self.handle(request, pid)
+        if isinstance(request, Open) and fds:
+            arena = self._arenas[request.name]
+            if arena.foreign or request.pid != pid:
+                self._readers += 1
+                self._watch_reader(connection, arena, self._readers)
+                reply = Done(fds=len(fds), reader=self._readers)
+        return reply, fds
 
     # -- requests
     def handle(self, request: Request, pid: int) -> tuple[Reply, list[int]]:

@@ -199,7 +199,7 @@ class SlabPlane(Backpressure):
         oldest = max((page.age_s(b) for b in range(page.blocks) if page.state(b) is State.READY), default=0.0)
         draining = (block for block in range(page.blocks) if page.state(block) is State.DRAINING)
         drainers = sorted({pid for block in draining for pid in page.leases.readers(block)})
-        held_by = f" (draining: views still alive in process {', '.join(map(str, drainers))})" if drainers else ""
+        held_by = f" (draining: views still alive in process {', '.join(drainers)})" if drainers else ""
         return (
             f"{page.blocks} blocks of arena {self._arena().name}: {', '.join(busy)}{held_by}, oldest ready {oldest:.3g} s; "
             "consume faster or raise data_plane.blocks"

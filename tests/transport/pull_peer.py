@@ -80,7 +80,7 @@ class _Host:
 
 
 class Host(Peer):
-    """See `Peer`. `namespace`: the network namespace to run in."""
+    """See `Peer`. `namespace`: the network namespace to run in; else `prefix` is a command to run it by."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class Host(Peer):
         blocks: int = 4,
         block_bytes: int = 4 * MIB,
         namespace: str = "",
+        prefix: tuple[str, ...] = (),
     ) -> None:
         options = {
             "directory": str(directory),
@@ -103,7 +104,7 @@ class Host(Peer):
         }
         self._process = subprocess.Popen(
             [
-                *(("ip", "netns", "exec", namespace) if namespace else ()),
+                *(("ip", "netns", "exec", namespace) if namespace else prefix),
                 *(sys.executable, "-m", "tests.transport.pull_peer", json.dumps(options)),
             ],
             stdin=subprocess.PIPE,

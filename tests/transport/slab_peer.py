@@ -1,6 +1,7 @@
 """Another process for the data plane's tests: does what its stdin says, line by line, and answers each line on stdout.
 
-Run as `python -m tests.transport.slab_peer FD_PATH`; `Peer` is the test's end of it, `serving` an fd server in a thread.
+Run as `python -m tests.transport.slab_peer FD_PATH CONFIG` (JSON, of `SlabConfig`); `Peer` is the test's end of it, `serving` an fd
+server in a thread.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def same(fields: Any, seed: int, shapes: dict[str, Any] = FIELDS) -> bool:
 
 
 class _Peer:
-    def __init__(self, fd_path: str) -> None:
-        self.plane = SlabPlane(fd_path, f"peer{os.getpid()}", SlabConfig(blocks=4, block_bytes=BLOCK))
+    def __init__(self, fd_path: str, **config: Any) -> None:
+        self.plane = SlabPlane(fd_path, f"peer{os.getpid()}", SlabConfig(blocks=4, block_bytes=BLOCK, **config))
         self.client = FdClient(fd_path)
         self.reader = WeightReader(self.client)
         self.publisher: WeightPublisher | None = None
@@ -128,9 +129,9 @@ class _Peer:
 class Peer:
     """The test's end: `peer("produce", seed=1)` asks and waits for the answer."""
 
-    def __init__(self, fd_path: str) -> None:
+    def __init__(self, fd_path: str, *prefix: str, **config: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.transport.slab_peer", fd_path],
+            [*prefix, sys.executable, "-m", "tests.transport.slab_peer", fd_path, json.dumps(config)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=Path(__file__).parents[2],
@@ -211,7 +212,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    peer = _Peer(sys.argv[1])
+    peer = _Peer(sys.argv[1], **json.loads(sys.argv[2]))
     for line in sys.stdin:
         what, arguments = json.loads(line)
         try:

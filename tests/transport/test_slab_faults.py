@@ -150,7 +150,7 @@ def test_rows_of_dead_readers_are_taken_over(plane: SlabPlane, start: Callable[[
     page = plane._attachments.attach(ref.arena, ref.fd_path).page
     dead = start()
     dead("get", ref=msgspec.to_builtins(ref))
-    assert page.leases.readers(ref.block) == [dead.pid]
+    assert page.leases.readers(ref.block) == [str(dead.pid)]
     dead.kill()
     assert page.leases.readers(ref.block) == []
     with page.locked():
