@@ -53,6 +53,29 @@ def test_an_engine_that_cannot_run_the_model_is_refused(tmp_path: Path) -> None:
         with_engine(config_of("generation.engine=vllm", f"model.source={tmp_path}"))
 
 
+@pytest.mark.parametrize(
+    ("backend", "installed", "told"),
+    [
+        ("auto", True, "between hosts by ucx (installed)"),
+        ("auto", False, "between hosts by tcp (ucxx is not installed (make setup EXTRAS=ucx))"),
+        ("tcp", True, "between hosts by tcp (configured)"),
+    ],
+)
+def test_what_carries_tensors_between_hosts_is_said_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, backend: str, installed: bool, told: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    report = plan(config_of(f"data_plane.backend={backend}"), TASKS)
+    assert told in report["transports"]["data"]
+    assert report["problems"] == []
+
+
+def test_ucx_that_is_asked_for_and_not_installed_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (problem,) = plan(config_of("data_plane.backend=ucx"), TASKS)["problems"]
+    assert problem.startswith("data_plane.backend is ucx, and ucxx is not installed")
+
+
 def test_it_is_plain_data_and_readable_text() -> None:
     report = plan(config_of(), TASKS)
     assert json.loads(json.dumps(report)) == report

@@ -196,6 +196,33 @@ async def test_a_rollout_cannot_fail_a_group_that_the_buffer_owns(tmp_path: Path
         }  # fmt: skip
 
 
+async def test_groups_lost_with_their_host_are_failed_released_and_drawn_again_without_blame(tmp_path: Path) -> None:
+    async with world_of(tmp_path, "grpo.mode=sync") as world:
+        first, second = await world.lease(2)
+        for grant in (first, second):
+            await world.push(grant)
+        await world.take(2)
+        for _ in range(2):  # told twice, counted once
+            await world.ask("controller", m.LoseGroups(leases=(first.lease,), why="its cable was cut"))
+        assert world.ledger.summary() == {
+            "issued": 2, "trained": 0, "expired": 0, "filtered": 0, "failed": 1, "in_flight": 1,
+        }  # fmt: skip
+        assert world.ledger.causes["failed"] == {m.HOST_LOST: 1}
+        assert world.controller.warnings == [
+            "1 groups were lost with their host and are generated anew: its cable was cut"
+        ]
+        await eventually(lambda: list(world.buffer.groups) == [second.lease])
+        (again,) = await world.lease(2)
+        assert again.prompt == first.prompt
+        await world.fail(again)
+        assert not world.ledger.quarantined, "this was its first try that says something about the prompt"
+        (third,) = await world.lease(2)
+        assert third.prompt == first.prompt
+        await world.fail(third)
+        assert world.ledger.quarantined == {first.prompt}
+        assert_journal_is_the_ledger(world)
+
+
 async def test_a_step_told_twice_counts_once(tmp_path: Path) -> None:
     async with world_of(tmp_path) as world:
         await world.lease(4)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.learner import StepOutcome
@@ -15,9 +17,10 @@ from dockyard_actors.roles.ledger import Stepped
 from dockyard_actors.roles.trainer import Trainer
 from dockyard_actors.roles.weight_routes import Kind, Route, SharedMemory
 from dockyard_actors.runtime.actor import Actor, concurrent
-from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.errors import ActorCrashed, ActorError
 from dockyard_actors.runtime.supervision import RestartProcess
-from dockyard_actors.transport.plane import DataPlane
+from dockyard_actors.transport.plane import DataPlane, LocalPlane, TensorRef, WrongHost
+from dockyard_actors.transport.pull import PeerLost
 from tests.roles.test_synchronizer import Member, ScriptedPublisher, broken
 from tests.roles.world import PATIENCE_S, World, assert_journal_is_the_ledger, eventually, world_of
 
@@ -71,6 +74,7 @@ class Training:
     def __init__(self, world: World, learner: ScriptedLearner, members: list[Member]):
         self.world, self.learner, self.members = world, learner, members
         self.version = 0
+        self.rewards = (1.0, 0.0)
 
     async def start(self) -> Trainer:
         world = self.world
@@ -84,7 +88,7 @@ class Training:
             for grant in await self.world.lease(4, wait_s=1.0):
                 version = self.members[0].asked[-1]
                 try:
-                    await self.world.push(grant, version)
+                    await self.world.push(grant, version, self.rewards)
                 except ActorError:
                     return
 
@@ -147,6 +151,55 @@ async def test_a_buffer_is_told_of_steps_that_it_may_not_have_heard_of(tmp_path:
         stepped = {lease for step in run.world.journal if isinstance(step, Stepped) for lease in step.trained}
         last_taken = 2
         assert len(told[-1] & stepped) >= len(stepped) - 2 * last_taken
+
+
+class LossyPlane(LocalPlane):
+    """Test only: every so many fetches end with an error."""
+
+    def __init__(self, plane: LocalPlane, every: int, error: Exception) -> None:
+        self.__dict__ = plane.__dict__
+        self.every, self.error = every, error
+        self.fetches = 0
+        self.fetched: list[TensorRef] = []
+
+    async def fetch(self, refs: Iterable[TensorRef], deadline_s: float) -> None:
+        self.fetches += 1
+        if self.fetches % self.every == 0:
+            raise self.error
+        self.fetched += refs
+
+
+async def test_a_batch_is_made_whole_when_some_of_its_groups_were_lost_with_their_host(tmp_path: Path) -> None:
+    async with training(tmp_path) as run:
+        plane = run.learner.plane = LossyPlane(run.world.plane, 3, PeerLost("its cable was cut"))
+        await run.start()
+        await eventually(lambda: run.world.ledger.finished == "completed")
+        assert [len(leases) for _, leases in run.learner.batches] == [2, 2, 2, 2]
+        lost = run.world.ledger.causes["failed"][m.HOST_LOST]
+        assert 2 <= lost <= plane.fetches // 3
+        assert len(plane.fetched) >= 8
+        leases = [lease for _, batch in run.learner.batches for lease in batch]
+        assert len(set(leases)) == 8
+        assert all(batch == tuple(sorted(batch)) for _, batch in run.learner.batches)
+        assert_journal_is_the_ledger(run.world)
+
+
+async def test_an_error_that_is_no_loss_ends_the_trainer(tmp_path: Path) -> None:
+    with pytest.raises(ActorCrashed) as crash:
+        async with training(tmp_path) as run:
+            run.learner.plane = LossyPlane(run.world.plane, 2, WrongHost("serves no other host"))
+            await run.start()
+            await run.world.system.wait_stop()
+    assert isinstance(crash.value.__cause__, WrongHost)
+
+
+async def test_tensors_of_groups_without_signal_stay_where_they_are(tmp_path: Path) -> None:
+    async with training(tmp_path) as run:
+        plane = run.learner.plane = LossyPlane(run.world.plane, 1, PeerLost("nobody asked for it"))
+        run.rewards = (1.0, 1.0)
+        await run.start()
+        await eventually(lambda: run.world.ledger.finished == "completed")
+        assert plane.fetches == 0
 
 
 async def test_in_sync_mode_nothing_is_taken_ahead_and_every_delivery_is_waited_for(tmp_path: Path) -> None:

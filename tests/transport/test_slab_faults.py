@@ -100,6 +100,20 @@ def test_a_producer_that_dies_with_nothing_sealed_takes_its_arena_along(
     wait_until(lambda: server.stats().arenas == 0)
 
 
+def test_copies_of_what_lies_elsewhere_go_with_their_producer(server: FdServer, plane: SlabPlane) -> None:
+    producer = Peer(server.path, outlives=False)
+    try:
+        ref = ref_of(producer("produce", seed=1))
+        with plane.get(ref, verify=True) as fields:
+            producer.kill()
+            wait_until(lambda: server.stats().arenas == 0)
+            assert same(fields, 1), "whoever reads keeps its mapping"
+        with pytest.raises(StaleRef):
+            plane.get(ref)
+    finally:
+        producer.kill()
+
+
 def test_a_reader_killed_with_views_disturbs_nobody(plane: SlabPlane, start: Callable[[], Peer]) -> None:
     ref = produce(plane, 1)
     reader, other = start(), start()
