@@ -120,11 +120,12 @@ class Launched:
             self.process.wait(30)
 
 
-def launch(run: Path, *arguments: str) -> Launched:
+def launch(run: Path, *arguments: str, within: tuple[str, ...] = ()) -> Launched:
+    """within: a command to run it by."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (run.parent / f"{run.name}.out").open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dockyard_actors.cli", *arguments],
+            [*within, sys.executable, "-m", "dockyard_actors.cli", *arguments],
             stdout=out,
             stderr=subprocess.STDOUT,
             text=True,

@@ -185,11 +185,14 @@ async def test_a_batch_is_made_whole_when_some_of_its_groups_were_lost_with_thei
 
 
 async def test_an_error_that_is_no_loss_ends_the_trainer(tmp_path: Path) -> None:
-    with pytest.raises(ActorCrashed) as crash:
+    async def run_to_its_end() -> None:
         async with training(tmp_path) as run:
             run.learner.plane = LossyPlane(run.world.plane, 2, WrongHost("serves no other host"))
             await run.start()
             await run.world.system.wait_stop()
+
+    with pytest.raises(ActorCrashed) as crash:
+        await run_to_its_end()
     assert isinstance(crash.value.__cause__, WrongHost)
 
 
