@@ -68,17 +68,6 @@ class CloseLease(Message[LeaseIs], frozen=True, tag=True):
     never_again: bool = False  # quarantine the prompt: it can never be worked on
 
 
-HOST_LOST = "host_lost"  # cause of such leases
-
-
-class LoseGroups(Message[Done], frozen=True, tag=True):
-    """The trainer could not have the tensors of these groups: the host that held them is lost. They end as failed(host_lost), and
-    their prompts are issued anew. Retryable: what is closed already stays as it is."""
-
-    leases: tuple[int, ...]
-    why: str
-
-
 class ReportSamples(Message[Done], frozen=True, tag=True):
     """Readable completions for rollouts/; how many of a step are kept is the controller's to say."""
 
@@ -164,6 +153,17 @@ class StepDone(Message[StepAck], frozen=True, tag=True):
     version: int  # weights that were trained from
     trained: tuple[int, ...]
     filtered: tuple[tuple[int, str], ...]  # (lease, cause)
+
+
+HOST_LOST = "host_lost"  # cause of such leases
+
+
+class LoseGroups(Message[Done], frozen=True, tag=True):
+    """The trainer could not have the tensors of these groups: the host that held them is lost. They end as failed(host_lost), and
+    their prompts are issued anew. Retryable: what is closed already stays as it is."""
+
+    leases: tuple[int, ...]
+    why: str
 
 
 class ReportStep(Message[Done], frozen=True, tag=True):

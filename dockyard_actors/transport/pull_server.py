@@ -62,9 +62,10 @@ class PullServer:
         self._sent: Counter[Backend] = Counter()
         self._refused = 0
         host, port = parse_address(self._config.bind)
-        self._listener = socket.create_server((host, port), backlog=128)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
         bound = self._listener.getsockname()
-        self.address = f"{bound[0]}:{bound[1]}"
+        self.address = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
         self._acceptor = threading.Thread(target=self._accept, name="pull-accept", daemon=True)
         self._acceptor.start()
         log.info("pull server at %s, by %s (%s)", self.address, self.choice.backend, self.choice.why)

@@ -128,6 +128,19 @@ async def test_a_block_of_another_host_is_read_and_released_like_one_of_this(
     assert plane.stats().free == BLOCKS
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_hosts_reach_each_other_by_ipv6_too(start: StartHost, opened: Opened, backend: str) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    host = start(backend=backend, bind="[::1]:0")
+    plane, ref = opened(host.address, backend=backend), host.ref(1, SIZE)
+    await plane.fetch([ref], WAIT_S)
+    assert np.array_equal(plane.get(ref, verify=True)["x"], payload(1, SIZE))
+    assert plane.pull_stats().received_bytes == {backend: ref.nbytes}
+
+
 async def test_a_full_arena_makes_a_fetch_wait(start: StartHost, opened: Opened) -> None:
     host = start(blocks=BLOCKS + 1)
     plane = opened(host.address)
