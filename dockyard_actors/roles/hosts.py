@@ -25,7 +25,7 @@ from dockyard_actors.transport.pull import HostLost, PullConfig
 from dockyard_actors.transport.pull_server import PullServer
 from dockyard_actors.transport.remote import RemotePlane
 from dockyard_actors.transport.slab import SlabConfig, SlabPlane
-from dockyard_actors.transport.tensors import WrongHost, host_id
+from dockyard_actors.transport.tensors import DataPlaneError, WrongHost, host_id
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class Hosts:
         self._loop = asyncio.get_running_loop()
         self.fd_path = here.meta[FD_PATH]
         self.several = bool(here.meta[PULL])  # the run may have other hosts
+        self._planes: list[RemotePlane] = []
 
     @classmethod
     async def find(cls, system: ActorSystem, cookie: str) -> Hosts:
@@ -127,7 +128,19 @@ class Hosts:
             blocks=config.data_plane.blocks, block_bytes=config.data_plane.block_bytes, outlives=not copies
         )
         local = SlabPlane(self.fd_path, owner, slab)
-        return RemotePlane(local, self._cookie, self.server_of, pull_config(config)) if self.several else local
+        if not self.several:
+            return local
+        self._planes.append(RemotePlane(local, self._cookie, self.server_of, pull_config(config)))
+        return self._planes[-1]
+
+    def close(self) -> None:
+        """When the event loop has ended: has the last releases sent and cuts what is on its way, which would hold up the end of the
+        process until its own deadline."""
+        while self._planes:
+            try:
+                self._planes.pop().close()
+            except DataPlaneError as error:
+                log.warning("a data plane was not closed in order: %s", error)
 
     def server_of(self, host: str) -> str:
         """HOST:PORT of a host's pull server. For any thread but the event loop's. `HostLost`, `WrongHost`."""

@@ -35,17 +35,24 @@ def main() -> None:
     if role == "evaluator":
         os.nice(NICENESS)
 
+    opened: list[Hosts] = []
+
     async def build(system: ActorSystem) -> None:
         run = await system.ref(RUN_DESK).ask(AskRun(), deadline_s=ASK_RUN_S, retry=True)
         config = from_resolved(run.config)
         logging.getLogger().setLevel(config.observe.log_level)
         hosts = await Hosts.find(system, load_keys(Path(bootstrap.key_file)).cookie)
+        opened.append(hosts)
         run = msgspec.structs.replace(run, fd_path=hosts.fd_path)  # of this host
         with guard(IMPORT_S, "importing"):
             actor = build_role(role, index, config, run, bootstrap.socket_dir, hosts)
         await system.start(actor, name_of(role, index))
 
-    main_process(build)
+    def closed() -> None:
+        for hosts in opened:
+            hosts.close()
+
+    main_process(build, closed)
 
 
 if __name__ == "__main__":

@@ -328,8 +328,8 @@ class Trainer(Actor):
         stepped = (*outcome.trained, *(lease for lease, _ in outcome.filtered))
         self.stepped.append(stepped)
         self.holding -= set(stepped)
-        for group in groups:  # the journal has them: copies of other hosts' blocks are of no use to anybody
-            self.learner.plane.release(group.ref)
+        for group in groups:  # the journal has them; the blocks themselves are the buffer's to release
+            self.learner.plane.forget(group.ref)
         if ack.stop:
             self.stop("asked to stop")
         return outcome

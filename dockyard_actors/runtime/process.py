@@ -106,8 +106,9 @@ async def run_process(build: Build, bootstrap: Bootstrap) -> StopRequest:
     return stop
 
 
-def main_process(build: Build) -> NoReturn:
-    """The whole life of a role process: `if __name__ == "__main__": main_process(build)`. Exits 0 after an orderly stop."""
+def main_process(build: Build, last: Callable[[], None] = lambda: None) -> NoReturn:
+    """The whole life of a role process: `if __name__ == "__main__": main_process(build)`. Exits 0 after an orderly stop, and calls
+    `last` then, when the event loop has ended."""
     bootstrap = read_bootstrap()
     leash.die_with(bootstrap.agent_pid)
     guard.attach()
@@ -121,6 +122,7 @@ def main_process(build: Build) -> NoReturn:
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # the agent asks a hung process where it is
     try:
         stop = uvloop.run(_until_stopped(build, bootstrap))
+        last()
     except BaseException as error:  # last boundary of the process: leave the cause, then end
         _leave(bootstrap, StopRequest("the event loop", CRASH_CODE, error))
     log.info("%s ends: %s", bootstrap.name, stop.reason)

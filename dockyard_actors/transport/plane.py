@@ -102,6 +102,10 @@ class DataPlane(Protocol):
         """Have blocks of other hosts readable here; nothing to do for those of this one. `WrongHost` where there is no way."""
         ...
 
+    def forget(self, ref: TensorRef) -> None:
+        """Let go of what `fetch` brought here; the block itself stays as it is. Nothing to do for one of this host."""
+        ...
+
     def get(self, ref: TensorRef, select_fields: Iterable[str] | None = None, verify: bool = False) -> Fields:
         """Read-only views. `StaleRef`, `TornBlock`, `MalformedRef`, `WrongHost`; with `verify` also `ChecksumError`."""
         ...
@@ -166,6 +170,9 @@ class LocalPlane(Backpressure):
     async def fetch(self, refs: Iterable[TensorRef], deadline_s: float) -> None:
         for ref in refs:
             self._check_arena(ref)
+
+    def forget(self, ref: TensorRef) -> None:
+        self._check_arena(ref)
 
     def get(self, ref: TensorRef, select_fields: Iterable[str] | None = None, verify: bool = False) -> Fields:
         self._check_arena(ref)

@@ -75,7 +75,7 @@ class PullConfig:
     backend: Literal["auto", "ucx", "tcp"] = "auto"  # auto: UCX where both ends have it, else TCP, and the log says so
     bind: str = "127.0.0.1:0"  # HOST:PORT of the server; port 0: any
     transfer_s: float = 120.0  # one block, all attempts together
-    release_s: float = 10.0  # one block on its own host; a message and its answer
+    release_s: float = 5.0  # one block on its own host; a message and its answer
     attempts: int = 3  # after a lost connection the next one is another attempt, with a tag of its own
     retry_s: float = 0.05  # before the next attempt; doubles
     handshake_s: float = 5.0  # strangers that connect and say nothing are cut after this

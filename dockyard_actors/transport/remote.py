@@ -97,11 +97,18 @@ class RemotePlane:
         that does not hear of it keeps the block; the log says so). True when there was a copy."""
         if ref.host_id == self._local.host_id:
             return self._local.release(ref)
-        copy = self._copies.pop(ref, None)
+        done = self._drop(ref)
         try:
             self._releases.submit(self._puller.release, ref, self._config.release_s).add_done_callback(_say)
         except RuntimeError:
             raise DataPlaneError(f"the data plane of {self._local.owner} is closed") from None
+        return done
+
+    def forget(self, ref: TensorRef) -> None:
+        self._drop(ref)
+
+    def _drop(self, ref: TensorRef) -> bool:
+        copy = self._copies.pop(ref, None)
         return copy is not None and self._local.release(copy)
 
     def _here(self, ref: TensorRef) -> TensorRef:

@@ -107,6 +107,9 @@ class SlabPlane(Backpressure):
         for ref in refs:
             self._check_host(ref)
 
+    def forget(self, ref: TensorRef) -> None:
+        self._check_host(ref)
+
     def get(self, ref: TensorRef, select_fields: Iterable[str] | None = None, verify: bool = False) -> Fields:
         attachment = self._attach(ref)
         page = attachment.page

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,11 +19,11 @@ from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.transport.base import load_keys
 from dockyard_actors.transport.fdclient import FdServerGone
-from dockyard_actors.transport.pull import HostLost
+from dockyard_actors.transport.pull import HostLost, PeerLost, PeerUnreachable
 from dockyard_actors.transport.remote import RemotePlane
 from dockyard_actors.transport.slab import SlabPlane
-from dockyard_actors.transport.tensors import WrongHost, host_id
-from tests.roles.world import config_of
+from dockyard_actors.transport.tensors import DataPlaneError, TensorRef, WrongHost, host_id, lay_out
+from tests.roles.world import PATIENCE_S, config_of
 
 CONFIG = config_of("data_plane.backend=tcp")
 TCP = AgentConfig(listen="tcp://127.0.0.1:0")
@@ -109,3 +112,24 @@ async def test_a_role_without_an_agent_that_holds_memory_is_refused() -> None:
         with pytest.raises(WrongHost, match="no node agent of this run holds the memory"):
             async with role_of(agent):
                 pass
+
+
+async def test_the_end_of_a_role_cuts_what_is_on_its_way() -> None:
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts, in the kernel, and says nothing
+    address = "{}:{}".format(*silent.getsockname())
+    async with NodeAgent(TCP) as agent, HostMemory(agent, CONFIG), role_of(agent) as (_, hosts):
+        there = {hosts_module.FD_PATH: "", hosts_module.PULL: address}
+        await agent.system.start(Host(), name_of_host("elsewhere"), there)
+        specs, nbytes = lay_out({"x": ("uint8", (100,))})
+        plane = hosts.plane(CONFIG, "me", copies=True)
+        ref = TensorRef("arena", 0, 1, nbytes, specs, 0, "elsewhere", "")
+        fetching = asyncio.create_task(plane.fetch([ref], 10 * PATIENCE_S))
+        assert (await asyncio.to_thread(select.select, [silent], [], [], PATIENCE_S))[0]
+        started = time.monotonic()
+        await asyncio.to_thread(hosts.close)
+        with pytest.raises((PeerLost, PeerUnreachable)):
+            await fetching
+        assert time.monotonic() - started < PATIENCE_S
+        with pytest.raises(DataPlaneError, match="is closed"):
+            plane.release(ref)
+    silent.close()

@@ -128,6 +128,21 @@ async def test_a_block_of_another_host_is_read_and_released_like_one_of_this(
     assert plane.stats().free == BLOCKS
 
 
+async def test_what_is_forgotten_stays_where_it_came_from(start: StartHost, opened: Opened) -> None:
+    host = start()
+    plane, ref = opened(host.address), host.ref(1, SIZE)
+    await plane.fetch([ref], WAIT_S)
+    plane.forget(ref)
+    plane.forget(ref)
+    assert (plane.stats().free, host("info")["free"]) == (BLOCKS, BLOCKS - 1)
+    with pytest.raises(WrongHost, match="fetch"):
+        plane.get(ref)
+    await plane.fetch([ref], WAIT_S)
+    assert np.array_equal(plane.get(ref)["x"], payload(1, SIZE))
+    plane.release(ref)
+    wait_until(lambda: host("info")["free"] == BLOCKS)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_hosts_reach_each_other_by_ipv6_too(start: StartHost, opened: Opened, backend: str) -> None:
     try:
