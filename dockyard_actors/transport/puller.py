@@ -72,12 +72,12 @@ class PullStats:
 
 
 class _Line:
-    """A proven connection to a pull server, used for one thing at a time."""
+    """A connection to a pull server, used for one thing at a time."""
 
-    def __init__(self, address: str, connection: Connection, link: Link | None) -> None:
+    def __init__(self, address: str, connection: Connection) -> None:
         self.address = address
         self.connection = connection
-        self.link = link
+        self.link: Link | None = None  # once both ends have proven who they are, by UCX
 
     @property
     def backend(self) -> Backend:
@@ -239,19 +239,21 @@ class Puller:
         where = parse_address(address)
         try:
             sock = socket.create_connection(where, timeout=min(deadline.left(), self._config.handshake_s))
-            connection = Connection(sock, self._config.silence_s)
+            line = _Line(address, Connection(sock, self._config.silence_s))
         except OSError as error:
             raise PeerUnreachable(f"{deadline.what}: nobody answers at {address}: {error}") from error
+        with self._lock:
+            self._open.add(line)  # from here on `close` cuts it
         try:
-            line = _Line(address, connection, self._prove(connection, address))
+            if self._closed:
+                raise PeerLost(f"{deadline.what}: this process is closing")
+            line.link = self._prove(line.connection, address)
         except PullTimeout as error:
-            connection.close()
+            self._drop(line)
             raise PeerUnreachable(f"{deadline.what}: nobody answers at {address}: {error}") from error
         except BaseException:
-            connection.close()
+            self._drop(line)
             raise
-        with self._lock:
-            self._open.add(line)
         return line
 
     def _prove(self, connection: Connection, address: str) -> Link | None:
