@@ -64,7 +64,7 @@ class ShortBuffer(PullError):
     """Sender and receiver disagree on how many bytes a transfer has."""
 
 
-class NoBackend(PullError):
+class NoBackend(PullError, ValueError):
     """The configuration asks for a way to move bytes that is not there."""
 
 
