@@ -49,7 +49,6 @@ ROLE_OF = {
     "controller": "controller",
     "evaluator": "evaluator",
 }
-TAKE_WEIGHTS = ("trainer", "rollout", "evaluator")
 # Sandboxes first, the ledger last; what stands together ends at the same time.
 STOP_ORDER = (("broker",), ("evaluator", "rollout", "trainer"), ("buffer",), ("controller",))
 EXIT = {"completed": 0, "failed": 1, "interrupted": 130}
@@ -321,13 +320,6 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
     try:
         async with NodeAgent(AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file)) as agent:
             run = await agent.system.ref(RUN_DESK).ask(AskRun(), deadline_s=JOIN_S, retry=True)
-            if run.host_id != host_id() and role in TAKE_WEIGHTS:
-                log.error(
-                    "the run's weights are on host %s, this is %s: trainer and engines of one run share a host for now",
-                    run.host_id,
-                    host_id(),
-                )
-                return 1
             config = from_resolved(run.config)
             if role == "rollout" and index >= config.rollout.count:
                 log.error(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from dockyard_actors.observe.metrics import EvalRecord
 from dockyard_actors.observe.rollouts import RolloutSample
 from dockyard_actors.roles import messages as m
+from dockyard_actors.roles.weight_routes import RouteError
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.tasks.types import Task
 
@@ -126,6 +127,8 @@ class Evaluations:
                 if self.trainer.stop_reason:
                     return
                 await self._evaluate(["evaluator"], split, mode, tasks, version, step, again=False)
+        except RouteError as error:
+            await self.trainer.tell(m.Warn(text=f"the evaluation of step {due} is not made: {error}"))
         except (
             ActorError
         ) as error:  # its weights were replaced before it had them, or it died: the next version will do

@@ -295,7 +295,11 @@ class WeightSynchronizer:
         return Weights(self._routes[choice.kind].offers(version, [member])[member], canary)
 
     def offer_to(self, name: str, version: int) -> Offer | None:
-        """Of a version that stays where it is, for an engine on this host that is no member; None when it has gone."""
+        """Of a version that stays where it is, for an engine on this host that is no member; None when it has gone. Raises RouteError for
+        one on another host."""
+        ref = self._ctx.ref(name)
+        if ref.host not in (None, ref.here):
+            raise RouteError(f"{name} is on another host than the trainer, from whose memory it takes its weights")
         route = self._routes.get("shm")
         if route is None or self._prepared.get("shm") != version:
             return None
