@@ -54,16 +54,16 @@ def _misfits(
     problems = [f"{name} is missing" for name in shapes if name not in set(named)]
     problems += [f"{name} is in the manifest twice" for name in dict.fromkeys(named) if named.count(name) > 1]
     for entry in manifest.entries:
-        shape = tuple(entry.shape)
+        shape, view = tuple(entry.shape), None if views is None else views.get(entry.name)
         if entry.name not in shapes:
             problems.append(f"{entry.name} is unknown to the model")
         elif entry.dtype not in VIEW_DTYPES:
             problems.append(f"{entry.name} has dtype {entry.dtype}, expected one of {', '.join(VIEW_DTYPES)}")
         elif shape != tuple(shapes[entry.name]):
             problems.append(f"{entry.name} has shape {shape}, the model {tuple(shapes[entry.name])}")
-        elif views is not None and entry.name not in views:
+        elif views is not None and view is None:
             problems.append(f"{entry.name} is in the manifest but has no view")
-        elif views is not None and (problem := _unlike(entry, views[entry.name])):
+        elif view is not None and (problem := _unlike(entry, view)):
             problems.append(problem)
     return problems
 
