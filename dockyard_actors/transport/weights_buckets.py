@@ -51,8 +51,10 @@ class Bucket(NamedTuple):
 def plan(manifest: WeightManifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Buckets of at most `bucket_bytes` bytes with all entries in the manifest's order, each piece at a multiple of ALIGNMENT.
 
-    Raises ValueError for a bucket size that is no positive multiple of ALIGNMENT, and for dtypes that do not travel.
+    Raises ValueError for a bucket size that is no positive multiple of ALIGNMENT, without entries, and for dtypes that do not travel.
     """
+    if not manifest.entries:
+        raise ValueError("the manifest has no entries: there is nothing to send")
     if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
         raise ValueError(f"bucket_bytes is {bucket_bytes}: it has to be a positive multiple of {ALIGNMENT} bytes")
     buckets: list[Bucket] = []

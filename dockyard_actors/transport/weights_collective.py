@@ -111,7 +111,8 @@ class CollectiveSender:
         """Deliver `entries` (in the manifest's order, any float dtype and device) to everybody who was told to meet; blocks until each
         has taken every byte. Returns the xxh3_64 of each entry as it was sent, in the manifest's order.
 
-        Raises CollectiveError within the timeout, whatever the engines do; WrongEntries (and what iterating `entries` raises) with the
+        Raises CollectiveError within the timeout, whatever the engines do: an engine that has taken everything by then keeps it and ends
+        well, the others end in an error too. Raises WrongEntries (and what iterating `entries` raises) with the
         group gone as well.
         """
         if not self._meetings:
@@ -130,15 +131,16 @@ class CollectiveSender:
                 work.phase = f"bucket {number + 1} of {len(self._plan)}"
                 buffer = buffers[number % 2]  # the one before the last was awaited
                 packer.pack(bucket, buffer)
+                if bucket is self._plan[-1]:
+                    packer.finish()
                 group.await_broadcast(work.until)
                 group.broadcast(buffer[: bucket.nbytes], work.until)
             group.await_broadcast(work.until)
-            packer.finish()
             work.phase = "the last acknowledgements"
             gather(group.lines, Taken, work.until, "word that everything was taken")
         except (LineError, GroupError) as error:
             failed = work.failed(error, list(self._meetings), self._group)
-            self._leave(str(failed))
+            self._leave(str(failed), own=work.refused)
             raise failed from error
         except BaseException as error:
             self._leave(f"the trainer gave up: {error!r}")
@@ -164,14 +166,14 @@ class CollectiveSender:
             self._door = None
         return self._group
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, own: bool = True) -> None:
         self._meetings = {}
         door, self._door = self._door, None
         group, self._group = self._group, None
         if door is not None:
             door.close()
         if group is not None:
-            group.leave(reason)
+            group.leave(reason, own=own)
 
 
 class CollectiveReceiver:
@@ -210,6 +212,7 @@ class CollectiveReceiver:
             header = line.receive(Header, work.until, "the header")
             expected = Header(version, sum(bucket.nbytes for bucket in buckets), manifest_digest(manifest))
             if header != expected:
+                work.refused = True
                 raise LineError([TRAINER], _difference(header, expected))
             line.send(Accepted(version), work.until)
             buffers = group.buffers(largest(buckets), self._device)
@@ -226,7 +229,7 @@ class CollectiveReceiver:
             line.send(Taken(version), work.until)
         except (LineError, GroupError) as error:
             failed = work.failed(error, [TRAINER], self._group)
-            self._leave(str(failed))
+            self._leave(str(failed), own=work.refused)
             raise failed from error
         except BaseException as error:
             self._leave("it was left early" if isinstance(error, GeneratorExit) else repr(error))
@@ -253,10 +256,10 @@ class CollectiveReceiver:
             self._group.join(meeting.host, meeting.epoch, welcome.store_port, work.until, meeting.world)
         return self._group
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, own: bool = True) -> None:
         group, self._group = self._group, None
         if group is not None:
-            group.leave(reason)
+            group.leave(reason, own=own)
 
 
 def _difference(header: Header, expected: Header) -> str:
@@ -275,6 +278,7 @@ class _Attempt:
     def __init__(self, version: int, timeout_s: float) -> None:
         self.version = version
         self.phase = "the meeting"
+        self.refused = False  # by this side, for a reason of its own
         self._began = time.monotonic()
         self.until = self._began + timeout_s
 
@@ -284,7 +288,7 @@ class _Attempt:
     def failed(self, error: Exception, others: Sequence[str], group: Group | None) -> CollectiveError:
         """The line, when it knows, says better what happened than the process group does."""
         waited_s = time.monotonic() - self._began
-        who, reason = others, str(error) or repr(error)
+        who, reason = others, str(error)
         if isinstance(error, LineError):
             who = error.who
         elif group is not None and (wrong := group.wrong()) is not None:

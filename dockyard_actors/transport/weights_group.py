@@ -213,12 +213,12 @@ class Group:
         """See `what_is_wrong`."""
         return what_is_wrong(self.lines)
 
-    def leave(self, reason: str) -> None:
-        """Say why, and let go of everything. What torch is still doing ends by its own timeout, behind the caller's back."""
+    def leave(self, reason: str, *, own: bool) -> None:
+        """Say why, and whether for a reason of one's own, and let go of everything. What torch is still doing ends by its own timeout, behind the caller's back."""
         until = time.monotonic() + SAY_WHY_S
         for line in self.lines:
             with contextlib.suppress(LineError):
-                line.send(Failed(reason[:1000]), until)
+                line.send(Failed(reason[:1000], own), until)
             line.close()
         self.lines = []
         self._buffers.clear()

@@ -74,9 +74,10 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of either side: why it gives up."""
+    """The last message of either side: why it gives up. own: for a reason of its own, not because of somebody else."""
 
     reason: str
+    own: bool
 
 
 Said = Hello | Welcome | Address | Addresses | Header | Accepted | Taken | Failed
@@ -86,12 +87,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class LineError(DataPlaneError):
-    """Somebody is gone, is late, or gave up. who: their names. said: they told why."""
+    """Somebody is gone, is late, or gave up. who: their names. own: it is their fault, as far as can be told."""
 
-    def __init__(self, who: Iterable[str], message: str, *, said: bool = False) -> None:
+    def __init__(self, who: Iterable[str], message: str, *, own: bool = True) -> None:
         super().__init__(message)
         self.who = tuple(who)
-        self.said = said
+        self.own = own
 
 
 class Line:
@@ -105,7 +106,7 @@ class Line:
         self.limit = limit
         self._buffer = bytearray()
         self._said: deque[Said] = deque()  # and not taken yet
-        self._lost = ""  # why nothing more will be said
+        self._lost: LineError | None = None  # why nothing more will be said
 
     def send(self, message: Said, until: float) -> None:
         """Raises LineError when it is not on its way at `until` (of time.monotonic())."""
@@ -122,17 +123,14 @@ class Line:
         self._read()
         if self._said:
             return self._said.popleft()
-        if self._lost:
-            raise LineError([self.who], f"{self.who} {self._lost}")
+        if self._lost is not None:
+            raise self._lost
         return None
 
     def wrong(self) -> LineError | None:
-        """Whether it gave up or is gone, as far as is known now. Takes no message."""
+        """Whether it gave up or is gone, as far as is known now. Takes no message, and what was said before counts first."""
         self._read()
-        if self._said:
-            reasons = [message.reason for message in self._said if isinstance(message, Failed)]
-            return LineError([self.who], f"{self.who} gave up: {reasons[0]}", said=True) if reasons else None
-        return LineError([self.who], f"{self.who} {self._lost}") if self._lost else None
+        return None if self._said else self._lost
 
     def receive(self, kind: type[T], until: float, what: str) -> T:
         """The next message, which has to be a `kind`. Raises LineError."""
@@ -143,32 +141,38 @@ class Line:
 
     def _read(self) -> None:
         """Take in what has come, and notice the end."""
-        while not self._lost:
+        while self._lost is None:
             try:
                 received = self.sock.recv(1 << 16)
             except BlockingIOError:
                 return
             except OSError as error:
-                self._lost = f"is gone: {error}"
-                return
+                return self._lose(f"is gone: {error}")
             if not received:
-                self._lost = "is gone: it closed its connection"
-                return
+                return self._lose("is gone: it closed its connection")
             self._buffer += received
-            while len(self._buffer) >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._buffer)
-                end = _LENGTH.size + length
-                if length > self.limit:
-                    self._lost = f"says {length} bytes at once, more than {self.limit}"
-                    return
-                if len(self._buffer) < end:
-                    break
-                try:
-                    self._said.append(_decoder.decode(bytes(self._buffer[_LENGTH.size : end])))
-                except msgspec.MsgspecError as error:
-                    self._lost = f"says what is no message: {error}"
-                    return
-                del self._buffer[:end]
+            self._split()
+
+    def _split(self) -> None:
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if length > self.limit:
+                return self._lose(f"says {length} bytes at once, more than {self.limit}")
+            if len(self._buffer) < end:
+                return None
+            try:
+                message = _decoder.decode(bytes(self._buffer[_LENGTH.size : end]))
+            except msgspec.MsgspecError as error:
+                return self._lose(f"says what is no message: {error}")
+            if isinstance(message, Failed):
+                return self._lose(f"gave up: {message.reason}", own=message.own)
+            self._said.append(message)
+            del self._buffer[:end]
+        return None
+
+    def _lose(self, why: str, *, own: bool = True) -> None:
+        self._lost = LineError([self.who], f"{self.who} {why}", own=own)
 
 
 def _left(until: float) -> float:
@@ -176,20 +180,23 @@ def _left(until: float) -> float:
 
 
 def gather(lines: Iterable[Line], kind: type[T], until: float, what: str) -> dict[str, T]:
-    """One `kind` of everybody, by name. Raises LineError for the first who is gone or gives up, and at `until` for all who are late."""
-    waiting = {line.who: line for line in lines}
+    """One `kind` of everybody, by name. Raises LineError as soon as somebody is gone or gives up, and at `until` for all who are late."""
+    everybody = list(lines)
+    waiting = {line.who: line for line in everybody}
     came: dict[str, T] = {}
     with selectors.DefaultSelector() as selector:
-        for line in waiting.values():
+        for line in everybody:
             selector.register(line.sock, selectors.EVENT_READ, line)
-        ready = list(waiting.values())
+        ready = everybody
         while True:
             for line in ready:
-                if line.who not in waiting or (message := line.poll()) is None:
+                try:
+                    message = line.poll()
+                except LineError as error:
+                    raise what_is_wrong(everybody) or error from None
+                if message is None:
                     continue
-                if isinstance(message, Failed):
-                    raise LineError([line.who], f"{line.who} gave up: {message.reason}", said=True)
-                if not isinstance(message, kind):
+                if not isinstance(message, kind) or line.who in came:
                     raise LineError([line.who], f"{line.who} says {type(message).__name__} where {what} was due")
                 came[line.who] = message
                 del waiting[line.who]
@@ -202,13 +209,19 @@ def gather(lines: Iterable[Line], kind: type[T], until: float, what: str) -> dic
 
 
 def what_is_wrong(lines: Iterable[Line]) -> LineError | None:
-    """Who is gone or has given up, as far as is known now; those who vanished without a word rather than those who complain."""
-    found = [wrong for line in lines if (wrong := line.wrong()) is not None]
-    first = [wrong for wrong in found if not wrong.said] or found
-    if not first:
+    """Who is gone or has given up, as far as is known now: those whose fault it is, else those who say nothing while others complain."""
+    everybody = list(lines)
+    found = [wrong for line in everybody if (wrong := line.wrong()) is not None]
+    if not found:
         return None
-    who = [name for wrong in first for name in wrong.who]
-    return LineError(who, "; ".join(map(str, first)), said=first[0].said)
+    # Whoever is complained about may have gone while its line was looked at before the complaint's.
+    found = [wrong for line in everybody if (wrong := line.wrong()) is not None]
+    at_fault = [wrong for wrong in found if wrong.own]
+    if at_fault:
+        return LineError([name for wrong in at_fault for name in wrong.who], "; ".join(map(str, at_fault)))
+    complain = [name for wrong in found for name in wrong.who]
+    silent = [line.who for line in everybody if line.who not in complain]
+    return LineError(silent or complain, "; ".join(map(str, found)), own=False)
 
 
 class Door:
@@ -239,8 +252,7 @@ class Door:
                         elif key.data in strangers:
                             self._ask(key.data, selector, strangers, here, members)
                         elif key.data in here.values() and (message := key.data.poll()) is not None:
-                            reason = message.reason if isinstance(message, Failed) else f"it says {message!r} unasked"
-                            raise LineError([key.data.who], f"{key.data.who} gave up: {reason}", said=True)
+                            raise LineError([key.data.who], f"{key.data.who} says {type(message).__name__} unasked")
         except BaseException as error:
             for line in here.values():
                 line.close()

@@ -26,7 +26,7 @@ from tests.transport.weights_peer import HOST, Peer, Shapes, forking, peers, res
 __all__ = ["nothing_is_left_by_a_test"]
 
 BUCKET = 4096
-LONG_S = 40.0  # never to be waited for
+LONG_S = 10.0  # never to be waited for, but by what gloo still does behind the scenes
 SHORT_S = 1.5  # meant to pass
 MIB = 1 << 20
 SHAPES: Shapes = {
@@ -90,10 +90,10 @@ def invite(
     return meetings[next(iter(members))].epoch
 
 
-def deliver(sender: CollectiveSender, members: dict[str, Peer], version: int) -> str:
+def deliver(sender: CollectiveSender, members: dict[str, Peer], version: int, shapes: Shapes = SHAPES) -> str:
     """A whole round that has to go right. Returns the epoch."""
-    epoch = invite(sender, members, version)
-    checksums = sender.send(version, tensors(SHAPES, version))
+    epoch = invite(sender, members, version, shapes)
+    checksums = sender.send(version, tensors(shapes, version))
     for peer in members.values():
         assert tuple(peer.answer()) == checksums
     return epoch
@@ -281,35 +281,44 @@ def _frame(message: Any) -> bytes:
 
 # ---- how it fails
 
-ENGINE_POINTS = ["start", "Hello", "Address", "Accepted", "entry 0", "entry 4", f"entry {len(SHAPES) - 1}"]
+LARGE: Shapes = {f"w{i}": ("float32", (MIB,)) for i in range(8)}  # one bucket each, more than sockets hold on their own
+LARGE_BUCKET = 4 * MIB
+ENGINE_POINTS = ["start", "Hello", "Address", "Accepted", "entry 0", "entry 2"]
+LAST_ENTRY = f"entry {len(LARGE) - 1}"
 TRAINER_POINTS = ["Welcome", "Addresses", "Header", "broadcast 0", "broadcast 2"]
 
 
-def failed_send(trainer: CollectiveSender, version: int, within_s: float) -> CollectiveError:
+def failed_send(trainer: CollectiveSender, version: int, within_s: float, shapes: Shapes = SHAPES) -> CollectiveError:
     began = time.monotonic()
     with pytest.raises(CollectiveError) as failure:
-        trainer.send(version, tensors(SHAPES, version))
+        trainer.send(version, tensors(shapes, version))
     assert time.monotonic() - began < within_s
     assert failure.value.version == version
     return failure.value
 
 
-@pytest.mark.parametrize("point", ENGINE_POINTS[1:])
-def test_an_engine_that_is_killed_ends_the_delivery_for_everybody_at_once(
-    start: Start, sender: MakeSender, point: str
-) -> None:
+@pytest.mark.parametrize("point", [*ENGINE_POINTS[1:], LAST_ENTRY])
+def test_an_engine_that_is_killed_ends_the_delivery_at_once(start: Start, sender: MakeSender, point: str) -> None:
     members = {"rollout0": start(), "rollout1": start(), "rollout2": start()}
-    trainer, dies = sender(), members["rollout1"]
+    trainer, dies = sender(LARGE, bucket_bytes=LARGE_BUCKET), members["rollout1"]
     dies("fail", point=point, number=signal.SIGKILL)
-    invite(trainer, members, 0)
-    error = failed_send(trainer, 0, LONG_S / 2)
+    invite(trainer, members, 0, LARGE)
+    error = failed_send(trainer, 0, LONG_S / 2, LARGE)
     assert "rollout1" in error.who
     dies.wait_dead()
     del members["rollout1"]
     for peer in members.values():
-        assert peer.failure().error["version"] == 0
+        ended_as_it_had_to(peer, point)
         assert peer.took_s < LONG_S / 2
-    deliver(trainer, members, 0)
+    deliver(trainer, members, 0, LARGE)
+
+
+def ended_as_it_had_to(peer: Peer, point: str) -> None:
+    """With an error, but who has everything when another one fails is done."""
+    if point == LAST_ENTRY:
+        assert len(peer.answer()) == len(LARGE)
+    else:
+        assert peer.failure().error["version"] == 0
 
 
 def test_an_engine_that_is_killed_when_it_has_everything_spoils_only_the_next_meeting(
@@ -327,23 +336,23 @@ def test_an_engine_that_is_killed_when_it_has_everything_spoils_only_the_next_me
     deliver(trainer, members, 1)
 
 
-@pytest.mark.parametrize("point", ENGINE_POINTS)
+@pytest.mark.parametrize("point", [*ENGINE_POINTS, LAST_ENTRY])
 def test_an_engine_that_is_stopped_is_waited_for_no_longer_than_the_timeout(
     start: Start, sender: MakeSender, point: str
 ) -> None:
     members = {"rollout0": start(), "rollout1": start()}
-    trainer, stops = sender(timeout_s=SHORT_S), members["rollout1"]
+    trainer, stops = sender(LARGE, SHORT_S, LARGE_BUCKET), members["rollout1"]
     stops("fail", point=point, number=signal.SIGSTOP)
-    invite(trainer, members, 0)
-    error = failed_send(trainer, 0, 2 * SHORT_S)
+    invite(trainer, members, 0, LARGE)
+    error = failed_send(trainer, 0, 2 * SHORT_S, LARGE)
     assert "rollout1" in error.who
-    assert members["rollout0"].failure().error["version"] == 0
+    ended_as_it_had_to(members["rollout0"], point)
     assert members["rollout0"].took_s < 2 * SHORT_S
     stops.wait_stopped()
-    deliver(trainer, {"rollout0": members["rollout0"]}, 0)
+    deliver(trainer, {"rollout0": members["rollout0"]}, 0, LARGE)
     stops.resume()
-    assert stops.failure().error["version"] == 0
-    deliver(trainer, members, 1)
+    ended_as_it_had_to(stops, point)
+    deliver(trainer, members, 1, LARGE)
 
 
 def test_an_engine_that_never_comes_is_named(start: Start, sender: MakeSender) -> None:
@@ -370,11 +379,11 @@ def test_an_engine_that_does_not_come_to_its_group_again_is_named(start: Start, 
 def told_to_send(start: Start, timeout_s: float, point: str, number: int) -> tuple[Peer, Peer]:
     """A trainer with a fault and an engine."""
     trainer, engine = start(), start()
-    trainer("trainer", shapes=SHAPES, bucket_bytes=BUCKET, timeout_s=timeout_s)
-    trainer("parameters", shapes=SHAPES, seed=0)
+    trainer("trainer", shapes=LARGE, bucket_bytes=LARGE_BUCKET, timeout_s=timeout_s)
+    trainer("parameters", shapes=LARGE, seed=0)
     trainer("fail", point=point, number=number)
     meeting = trainer("meet", members=["rollout0"])["rollout0"]
-    engine.tell("receive", meeting=meeting, shapes=SHAPES, version=0)
+    engine.tell("receive", meeting=meeting, shapes=LARGE, version=0)
     trainer.tell("send", version=0)
     return trainer, engine
 
@@ -398,27 +407,25 @@ def test_an_engine_waits_for_a_stopped_trainer_no_longer_than_the_timeout(start:
     assert trainer.failure().error["who"] == ("rollout0",)
 
 
-OTHERS: list[tuple[Shapes, str]] = [
-    ({**SHAPES, "odd": ("bfloat16", (3, 35))}, "the same model"),
-    ({**SHAPES, "odd": ("float32", (3, 5, 7))}, "the same model"),
-    (dict(reversed(SHAPES.items())), "the same model"),
+OTHERS: list[Shapes] = [
+    {**SHAPES, "odd": ("bfloat16", (3, 35))},
+    {**SHAPES, "odd": ("float32", (3, 5, 7))},
+    dict(reversed(SHAPES.items())),
 ]
 
 
-@pytest.mark.parametrize(("shapes", "says"), OTHERS, ids=["shape", "dtype", "order"])
-def test_another_manifest_is_refused_before_a_weight_moves(
-    start: Start, sender: MakeSender, shapes: Shapes, says: str
-) -> None:
+@pytest.mark.parametrize("shapes", OTHERS, ids=["shape", "dtype", "order"])
+def test_another_manifest_is_refused_before_a_weight_moves(start: Start, sender: MakeSender, shapes: Shapes) -> None:
     trainer, right, wrong = sender(), start(), start()
     meetings = {name: msgspec.to_builtins(meeting) for name, meeting in trainer.meet(["right", "wrong"]).items()}
     right.tell("receive", meeting=meetings["right"], shapes=SHAPES, version=0)
     wrong.tell("receive", meeting=meetings["wrong"], shapes=shapes, version=0)
     asked: list[str] = []
-    with pytest.raises(CollectiveError, match=says) as failure:
+    with pytest.raises(CollectiveError, match="the same model or dtype") as failure:
         trainer.send(0, ((asked.append(name) or name, tensor) for name, tensor in tensors(SHAPES, 0)))
     assert (failure.value.who, failure.value.phase, asked) == (("wrong",), "the header", [])
-    assert says in str(wrong.failure())
-    assert says in str(right.failure())
+    assert "the same model or dtype" in str(wrong.failure())
+    assert "the same model or dtype" in str(right.failure())
     deliver(trainer, {"right": right, "wrong": wrong}, 0)
 
 
@@ -484,7 +491,9 @@ def test_what_iterating_the_tensors_raises_is_raised(start: Start, sender: MakeS
 def test_neither_side_ever_needs_more_than_two_buckets(start: Start) -> None:
     bucket = 4 * MIB
     small: Shapes = {f"w{i}": ("bfloat16", (bucket // 8,)) for i in range(20 * 4)}  # 20 buckets, four entries each
-    assert _peaks(start, small, bucket) <= (2.5, 2.5)
+    sends, receives = _peaks(start, small, bucket)
+    assert sends <= 2.5
+    assert receives <= 2.5
 
 
 def test_an_engine_needs_the_largest_entry_once_more_when_it_exceeds_a_bucket(start: Start) -> None:
@@ -504,8 +513,8 @@ def _peaks(start: Start, shapes: Shapes, bucket: int) -> tuple[float, float]:
         trainer("trainer", shapes=which, bucket_bytes=size, timeout_s=LONG_S)
         trainer("parameters", shapes=which, seed=0)
         meeting = trainer("meet", members=["rollout0"])["rollout0"]
-        engine.tell("peak", what="receive", meeting=meeting, shapes=which, version=number)
-        sends = trainer("peak", what="send", version=number)
+        engine.tell("peak", of="receive", meeting=meeting, shapes=which, version=number)
+        sends = trainer("peak", of="send", version=number)
         receives = engine.answer()
         trainer("close")
     assert min(sends, receives) > bucket  # else it is not what was measured

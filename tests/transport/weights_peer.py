@@ -117,11 +117,11 @@ class _Peer:
         assert self.sender is not None
         return self.sender.send(version, self.kept.items())
 
-    def peak(self, what: str, **arguments: Any) -> int:
+    def peak(self, of: str, **arguments: Any) -> int:
         """Bytes that doing it needed at once, beyond what there was before."""
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
         before = _memory("VmRSS")
-        getattr(self, what)(**arguments)
+        getattr(self, of)(**arguments)
         return _memory("VmHWM") - before
 
     def resources(self) -> tuple[int, int]:
