@@ -88,9 +88,7 @@ class CollectiveSender:
         """
         if not members or len(set(members)) < len(members):
             raise ValueError(f"a meeting needs members, each of them once, not {list(members)}")
-        if set(members) == set(self._meetings) and (
-            self._door is not None or (self._group and not self._group.wrong())
-        ):
+        if set(members) == set(self._meetings) and self._is_open():
             return dict(self._meetings)
         self._leave("the members changed")
         self._door = Door(self._host)
@@ -291,6 +289,6 @@ class _Attempt:
         who, reason = others, str(error)
         if isinstance(error, LineError):
             who = error.who
-        elif group is not None and (wrong := group.wrong()) is not None:
+        elif group is not None and (wrong := group.wrong(self.until)) is not None:
             who, reason = wrong.who, f"{wrong} ({reason})"
         return CollectiveError(who, self.phase, self.version, waited_s, reason)

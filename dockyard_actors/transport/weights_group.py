@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from dockyard_actors.transport.weights_meeting import Backend
 SAY_WHY_S = 1.0  # to tell the others why, once it has failed
 WATCH_S = 0.05  # between looks at the lines, while torch works
 POLL_S = 5e-4  # between looks at a device's queue
+CONNECT_S = 10.0  # for gloo's connections, once everybody has said where it listens
 GLOO_PATIENCE = 5  # gloo waits so many times its timeout for a member that does not connect
 
 c10d: Any = dist  # torch exports what is used here, but not to type checkers
@@ -78,7 +80,10 @@ class _Introductions(c10d.Store):
 
 
 class _Making:
-    """A gloo group being made, in a thread of its own: the constructor would not hear that a member is gone or that it is late itself."""
+    """A gloo group being made, in a thread of its own: the constructor would not hear that a member is gone or that it is late itself.
+
+    No daemon: one that comes back from C++ while the interpreter ends aborts the process.
+    """
 
     def __init__(self, host: str, rank: int, world: int, until: float) -> None:
         self._mine: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -88,9 +93,7 @@ class _Making:
         self._made: Any = None
         self._error = "it was left"
         self.ended = threading.Event()
-        threading.Thread(
-            target=self._make, args=(host, rank, world, until), name="weights-group-making", daemon=True
-        ).start()
+        threading.Thread(target=self._make, args=(host, rank, world, until), name="weights-group-making").start()
 
     def address(self, until: float) -> bytes:
         """This member's. Raises GroupError."""
@@ -122,7 +125,7 @@ class _Making:
     def _make(self, host: str, rank: int, world: int, until: float) -> None:
         try:
             options = c10d.ProcessGroupGloo._Options()
-            options._timeout = _left(until) / GLOO_PATIENCE
+            options._timeout = min(_left(until), timedelta(seconds=CONNECT_S)) / GLOO_PATIENCE
             options._threads = 1
             options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
             made = c10d.ProcessGroupGloo(_Introductions(self._exchange), rank, world, options)
@@ -209,9 +212,12 @@ class Group:
             self._watch(self._is_done, until)
             self._work = None
 
-    def wrong(self) -> LineError | None:
-        """See `what_is_wrong`."""
-        return what_is_wrong(self.lines)
+    def wrong(self, until: float = 0.0) -> LineError | None:
+        """See `what_is_wrong`. until: torch has failed, and so long (no longer than a moment) the others may take to say why."""
+        until = min(until, time.monotonic() + SAY_WHY_S)
+        while (wrong := what_is_wrong(self.lines)) is None and (left := until - time.monotonic()) > 0:
+            select.select([line.sock for line in self.lines if line.is_open], [], [], left)
+        return wrong
 
     def leave(self, reason: str, *, own: bool) -> None:
         """Say why, and whether for a reason of one's own, and let go of everything. What torch is still doing ends by its own timeout, behind the caller's back."""
@@ -230,7 +236,7 @@ class Group:
         if self._backend == "nccl" and held[1] is not None:
             held[1].abort()
         if held[0] is not None and not held[0].is_completed():
-            threading.Thread(target=held.clear, name="weights-group-end", daemon=True).start()
+            threading.Thread(target=held.clear, name="weights-group-end").start()
         else:
             held.clear()
 

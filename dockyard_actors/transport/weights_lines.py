@@ -128,9 +128,14 @@ class Line:
         return None
 
     def wrong(self) -> LineError | None:
-        """Whether it gave up or is gone, as far as is known now. Takes no message, and what was said before counts first."""
+        """Whether it gave up or is gone, as far as is known now. Takes no message. Who has taken everything may go."""
         self._read()
-        return None if self._said else self._lost
+        return None if any(isinstance(message, Taken) for message in self._said) else self._lost
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may come, as far as was known at the last look."""
+        return self._lost is None
 
     def receive(self, kind: type[T], until: float, what: str) -> T:
         """The next message, which has to be a `kind`. Raises LineError."""
@@ -251,8 +256,9 @@ class Door:
                             self._let_in(selector, strangers)
                         elif key.data in strangers:
                             self._ask(key.data, selector, strangers, here, members)
-                        elif key.data in here.values() and (message := key.data.poll()) is not None:
-                            raise LineError([key.data.who], f"{key.data.who} says {type(message).__name__} unasked")
+                        elif key.data in here.values() and (wrong := key.data.wrong()) is not None:
+                            absent = [name for rank, name in members.items() if rank not in here]
+                            raise wrong if wrong.own else LineError(absent, str(wrong))
         except BaseException as error:
             for line in here.values():
                 line.close()
