@@ -16,7 +16,7 @@ from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.sandbox.types import Verdict
 from dockyard_actors.transport.tensors import TensorRef
-from dockyard_actors.transport.weights_meeting import Meeting
+from dockyard_actors.transport.weights_lines import Meeting
 from dockyard_actors.transport.weights_shm import WeightManifest, WeightRef
 
 

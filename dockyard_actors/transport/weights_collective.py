@@ -21,16 +21,17 @@ from dockyard_actors.transport.weights_buckets import Packer, Unpacker, largest,
 from dockyard_actors.transport.weights_group import Group, GroupError
 from dockyard_actors.transport.weights_lines import (
     Accepted,
+    Backend,
     Door,
     Header,
     Hello,
     Line,
     LineError,
+    Meeting,
     Taken,
     Welcome,
     gather,
 )
-from dockyard_actors.transport.weights_meeting import Backend, Meeting
 from dockyard_actors.transport.weights_shm import WeightManifest
 
 BUCKET_BYTES = 16 << 20  # larger ones are no faster over loopback

@@ -20,17 +20,17 @@ import torch.distributed as dist
 
 from dockyard_actors.transport.tensors import DataPlaneError
 from dockyard_actors.transport.weights_lines import (
-    Failed,
+    SAY_WHY_S,
+    Backend,
     Line,
     LineError,
     Welcome,
     exchange_of_engine,
     exchange_of_trainer,
+    part,
     what_is_wrong,
 )
-from dockyard_actors.transport.weights_meeting import Backend
 
-SAY_WHY_S = 1.0  # to tell the others why, once it has failed
 WATCH_S = 0.05  # between looks at the lines, while torch works
 POLL_S = 5e-4  # between looks at a device's queue
 CONNECT_S = 10.0  # for gloo's connections, once everybody has said where it listens
@@ -221,11 +221,7 @@ class Group:
 
     def leave(self, reason: str, *, own: bool) -> None:
         """Say why, and whether for a reason of one's own, and let go of everything. What torch is still doing ends by its own timeout, behind the caller's back."""
-        until = time.monotonic() + SAY_WHY_S
-        for line in self.lines:
-            with contextlib.suppress(LineError):
-                line.send(Failed(reason[:1000], own), until)
-            line.close()
+        part(self.lines, reason, own=own)
         self.lines = []
         self._buffers.clear()
         if self._making is not None:

@@ -1,7 +1,7 @@
 """Who takes part in a collective delivery: each engine holds one plain TCP connection, its line, to the trainer for as long as a group lives.
 
 Over it the engine proves that it was invited, both sides agree on what is about to be sent, say that it was taken or why it failed, and
-learn at once that the other one is gone. Every wait ends at a deadline. No weight travels here, and it knows no process groups.
+learn at once that the other one is gone. Every wait ends at a deadline. No weight travels here; it knows no process groups, nor torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,34 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from dockyard_actors.transport.tensors import DataPlaneError
-from dockyard_actors.transport.weights_meeting import Meeting
 
 FRAME_BYTES = 1 << 20  # the longest message; the addresses of a thousand members fit
 HELLO_BYTES = 1 << 10  # the longest one from somebody who is not known yet
-DECLINE_S = 5.0  # for a few bytes to a process that listens or is gone
+REASON_CHARS = 1000
+SAY_WHY_S = 1.0  # to tell the others why, once it has failed
 STRANGERS = 32  # connections that have not said who they are; the oldest has to go
 _LENGTH = struct.Struct(">I")
+
+
+Backend = Literal["gloo", "nccl"]
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """Where an engine meets the others, and as whom. Whoever knows it can take part: it travels on the authenticated control plane only."""
+
+    host: str
+    port: int
+    epoch: str  # names the group; unguessable
+    rank: int  # 1..world-1; the trainer is 0
+    world: int
+    backend: Backend
+    bucket_bytes: int
+    timeout_s: float  # for one version, meeting included
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -229,6 +245,15 @@ def what_is_wrong(lines: Iterable[Line]) -> LineError | None:
     return LineError(silent or complain, "; ".join(map(str, found)), own=False)
 
 
+def part(lines: Iterable[Line], reason: str, *, own: bool) -> None:
+    """Say why, as far as somebody still hears it, and close."""
+    until = time.monotonic() + SAY_WHY_S
+    for line in lines:
+        with contextlib.suppress(LineError):
+            line.send(Failed(reason[:REASON_CHARS], own), until)
+        line.close()
+
+
 class Door:
     """Where invited engines knock: a listening socket and a word that nobody can guess."""
 
@@ -244,27 +269,28 @@ class Door:
         who connect are sent away and change nothing."""
         here: dict[int, Line] = {}
         strangers: list[Line] = []
+
+        def absent() -> list[str]:
+            return [name for rank, name in members.items() if rank not in here]
+
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._listener, selectors.EVENT_READ)
                 while len(here) < len(members):
                     if time.monotonic() >= until:
-                        absent = [name for rank, name in members.items() if rank not in here]
-                        raise LineError(absent, f"{', '.join(absent)} did not come")
+                        raise LineError(absent(), f"{', '.join(absent())} did not come")
                     for key, _ in selector.select(_left(until)):
                         if key.data is None:
                             self._let_in(selector, strangers)
                         elif key.data in strangers:
                             self._ask(key.data, selector, strangers, here, members)
                         elif key.data in here.values() and (wrong := key.data.wrong()) is not None:
-                            absent = [name for rank, name in members.items() if rank not in here]
-                            raise wrong if wrong.own else LineError(absent, str(wrong))
+                            raise wrong if wrong.own else LineError(absent(), str(wrong))
+        except OSError as error:
+            part(here.values(), f"the trainer lets nobody in: {error}", own=True)
+            raise LineError(absent(), f"nobody can be let in: {error}") from error
         except BaseException as error:
-            for line in here.values():
-                line.close()
-            if isinstance(error, OSError):
-                absent = [name for rank, name in members.items() if rank not in here]
-                raise LineError(absent, f"nobody can be let in: {error}") from error
+            part(here.values(), str(error), own=False)
             raise
         finally:
             for line in strangers:
@@ -321,14 +347,10 @@ def _send_away(line: Line, selector: selectors.BaseSelector, strangers: list[Lin
 
 def decline(meeting: Meeting, reason: str) -> None:
     """Says in the stead of an engine that it will not come, so that nobody waits for it. Nothing happens when the meeting is over."""
-    until = time.monotonic() + DECLINE_S
     with contextlib.suppress(OSError, LineError):
-        line = Line(socket.create_connection((meeting.host, meeting.port), DECLINE_S), "the trainer")
-        try:
-            line.send(Hello(meeting.epoch, meeting.rank), until)
-            line.send(Failed(reason), until)
-        finally:
-            line.close()
+        line = Line(socket.create_connection((meeting.host, meeting.port), SAY_WHY_S), "the trainer")
+        line.send(Hello(meeting.epoch, meeting.rank), time.monotonic() + SAY_WHY_S)
+        part([line], reason, own=True)
 
 
 def exchange_of_trainer(lines: list[Line], mine: bytes, until: float) -> tuple[bytes, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -532,3 +534,8 @@ def test_fifty_deliveries_leave_nothing_behind_on_either_side(start: Start, send
         if version % 5 == 0:
             seen.append([resources(), *(peer("resources") for peer in members.values())])
     assert seen[1:] == seen[:-1]
+
+
+def test_what_travels_is_known_without_torch() -> None:
+    code = "import sys, dockyard_actors.transport.weights_lines as l; l.Meeting; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S * 6, check=False).returncode == 0
