@@ -21,8 +21,8 @@ PHASES = ("copy", "canary", "done", "between")
 SYNC_TIMEOUT_S = 90
 
 
-def kill_in_phase(run: Launched, phase: str, rng: random.Random) -> None:
-    """Waits for the next time that a rollout enters `phase` ('between': is anywhere) and kills it there."""
+def kill_in_phase(run: Launched, phase: str, rng: random.Random, role: str = "rollout") -> None:
+    """Waits for the next time that a rollout enters `phase` ('between': is anywhere) and kills it, or the process of `role`, there."""
     log = run.run / "logs" / "rollout-0.log"
     offset = log.stat().st_size
     until = time.monotonic() + DEADLINE_S
@@ -37,7 +37,7 @@ def kill_in_phase(run: Launched, phase: str, rng: random.Random) -> None:
         time.sleep(0.0005)  # another process's file: nothing to await
     if phase == "between":
         time.sleep(rng.uniform(0.0, 0.2))  # anywhere between this sync and the next
-    pid = run.wait_for("a running rollout", lambda: run.role_pid("rollout"))
+    pid = run.wait_for(f"a running {role}", lambda: run.role_pid(role))
     os.kill(pid, signal.SIGKILL)
 
 
@@ -89,6 +89,31 @@ def test_an_engine_killed_in_each_phase_of_a_sync(tmp_path: Path, mode: str) -> 
 
 def test_an_engine_killed_in_each_phase_of_a_collective_sync(tmp_path: Path) -> None:
     survives(tmp_path, 4, 0, "weight_sync.transport=collective")
+
+
+def test_a_trainer_killed_while_it_sends_its_weights(tmp_path: Path) -> None:
+    """The engine's side of a delivery ends at once, and the next trainer delivers to it."""
+    run = up(
+        tmp_path,
+        "grpo.max_num_steps=10",
+        "eval.before=false",
+        "eval.after=false",
+        "observe.log_level=DEBUG",
+        "weight_sync.transport=collective",
+        f"weight_sync.timeout_s={SYNC_TIMEOUT_S}",
+    )
+    try:
+        for number in range(2):
+            run.wait_for("a step", lambda number=number: run.steps() > 3 * number)
+            kill_in_phase(run, "copy", random.Random(number), "trainer")
+        summary = run.finish()
+        assert run.process.returncode == 0, run.output()
+        assert (summary["status"], summary["steps"]) == ("completed", 10)
+        assert summary["restarts"]["trainer"] == 2
+        assert inspect_ledger(run.run)[0] == 0
+        assert summary["ledger"]["in_flight"] == summary["ledger"]["failed"] == 0
+    finally:
+        run.end()
 
 
 @pytest.mark.slow
