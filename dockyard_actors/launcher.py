@@ -124,7 +124,12 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal)
         policy = self.config.supervision
-        settings = AgentConfig(hang_s=policy.hang_s, start_grace_s=policy.start_timeout_s, listen=self.listen)
+        settings = AgentConfig(
+            hang_s=policy.hang_s,
+            start_grace_s=policy.start_timeout_s,
+            listen=self.listen,
+            raise_failures=False,  # `_watch` looks at them, and the processes are stopped in order
+        )
         restarts: dict[str, int] = {}
         async with NodeAgent(settings) as agent, HostMemory(agent, self.config) as memory:
             runtime = self.run_dir.path / RUNTIME
@@ -318,7 +323,8 @@ async def _join(role: str, index: int, rendezvous: str, key_file: Path | None) -
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        async with NodeAgent(AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file)) as agent:
+        settings = AgentConfig(name=name, rendezvous=rendezvous, key_file=key_file, raise_failures=False)
+        async with NodeAgent(settings) as agent:
             run = await agent.system.ref(RUN_DESK).ask(AskRun(), deadline_s=JOIN_S, retry=True)
             config = from_resolved(run.config)
             if role == "rollout" and index >= config.rollout.count:

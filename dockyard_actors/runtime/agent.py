@@ -24,7 +24,7 @@ from dockyard_actors.runtime.addresses import find_keys, tcp_host
 from dockyard_actors.runtime.child import Child
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.directory import ProcessRecord
-from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.errors import ActorError, RunFailed
 from dockyard_actors.runtime.group import Group
 from dockyard_actors.runtime.pings import Pings
 from dockyard_actors.runtime.process import Bootstrap
@@ -76,6 +76,7 @@ class AgentConfig:
     settle_s: float = 10.0  # primary: how long processes that others know have to come back after it was started again
     report_s: float = 10.0  # secondary: how long it tries to tell the primary of a failure, also while it ends
     secondary_stop_s: float = 30.0  # how long the primary waits at its end for secondary agents to leave
+    raise_failures: bool = True  # a failure for good cancels the block and is raised at its end; False: it is only told
 
 
 class _AgentActor(Actor):
@@ -103,7 +104,11 @@ class _AgentActor(Actor):
 
 
 class NodeAgent:
-    """``async with NodeAgent(config) as agent``: leaving the block stops every process and removes everything it made."""
+    """``async with NodeAgent(config) as agent``: leaving the block stops every process and removes everything it made.
+
+    When a process fails for good (or a secondary's primary is lost) the block is cancelled and RunFailed is raised at its end. With
+    ``raise_failures=False`` the block goes on, and `wait_failed` is the only one to tell.
+    """
 
     def __init__(self, config: AgentConfig | None = None, random: Random | None = None) -> None:
         """``random``: where the jitter of restarts comes from."""
@@ -117,6 +122,9 @@ class NodeAgent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._warden: subprocess.Popen[bytes] | None = None
         self._told_to_end = False
+        self._block: asyncio.Task[None] | None = None  # runs the block
+        self._cancelling = 0  # requests to cancel it that were there before
+        self._cancelled = False  # by us
 
     async def __aenter__(self) -> NodeAgent:
         config = self.config
@@ -166,12 +174,43 @@ class NodeAgent:
         except BaseException:
             await self.close()
             raise
+        if config.raise_failures:
+            self._block = asyncio.current_task()
+            assert self._block is not None
+            self._cancelling = self._block.cancelling()
+            if self._failed.done():
+                self._cancel_block()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        block, self._block = self._block, None
+        try:
+            ours = block is not None and self._cancelled and await self._uncancel(block)
+        finally:
+            await self.close()
+        if block is None or not self._failed.done():
+            return
+        failure = self._failed.result()
+        if error is None or (ours and isinstance(error, asyncio.CancelledError)):
+            raise RunFailed(f"{self.config.name} ends the run: {failure}", failure) from None
+        error.add_note(str(failure))
+
+    def _cancel_block(self) -> None:
+        if self._block is not None and not self._cancelled:
+            self._cancelled = True
+            self._block.cancel()
+
+    async def _uncancel(self, block: asyncio.Task[None]) -> bool:
+        """Takes our request back, as `asyncio.timeout` does; False when somebody else wants the block cancelled too."""
+        try:
+            await asyncio.sleep(0)  # a block that ended at this very moment has not seen the request yet
+        except asyncio.CancelledError:
+            if block.uncancel() > self._cancelling:
+                raise
+            return True
+        return block.uncancel() <= self._cancelling
 
     async def close(self) -> None:
         """Stops every process with its own grace, those of a group one after another, the last one first; the primary also sends the
@@ -244,7 +283,8 @@ class NodeAgent:
         return child.info()
 
     async def wait_failed(self) -> Failure:
-        """Resolves when a process, here or under a secondary agent, failed for good, or when the primary is lost."""
+        """Resolves when a process, here or under a secondary agent, failed for good, or when the primary is lost. For a block with
+        ``raise_failures=False``: any other is cancelled then."""
         return await asyncio.shield(self._failed)
 
     async def wait_shutdown(self) -> Shutdown:
@@ -261,6 +301,7 @@ class NodeAgent:
         log.error("%s", failure)
         if not self._failed.done():
             self._failed.set_result(failure)
+            self._cancel_block()
 
     # ------------------------------------------------------------------ what children need
 

@@ -70,6 +70,7 @@ class Child:
         self, supervisor: Supervisor, spec: ProcessSpec, runtime_dir: Path, group: Group | None = None
     ) -> None:
         self.supervisor, self.spec, self.runtime_dir, self.group = supervisor, spec, runtime_dir, group
+        self.log_path = spec.log_path or runtime_dir / f"{spec.name.replace('/', '_')}.log"
         self.state = "starting"
         self.uid = ""
         self.pid = 0
@@ -208,10 +209,10 @@ class Child:
         self.board = GuardBoard(board_path(self.socket_dir), create=True)
         bootstrap = self.supervisor.bootstrap(self.spec.name, self.uid, self.socket_dir)
         env = {**os.environ, **self.spec.env, ENVIRONMENT: msgspec.json.encode(bootstrap).decode()}
-        self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._kill_reason = ""
         self.answered = 0.0
-        with self.spec.log_path.open("ab") as output:
+        with self.log_path.open("ab") as output:
             self._process = subprocess.Popen(
                 leash.command(self.spec.argv),
                 env=env,
@@ -225,7 +226,7 @@ class Child:
         self._ended = asyncio.get_running_loop().create_future()
         self._watch = PidWatch(self.pid, self._on_end)
         self._set_state("starting")
-        log.info("%s#%d started, pid %d, log %s", self.spec.name, self.starts, self.pid, self.spec.log_path)
+        log.info("%s#%d started, pid %d, log %s", self.spec.name, self.starts, self.pid, self.log_path)
 
     def _on_end(self) -> None:
         if self._ended is not None and not self._ended.done():
@@ -303,7 +304,7 @@ class Child:
         return True
 
     def _fail(self, end: _End) -> None:
-        first, name, path = self._first or end, self.spec.name, str(self.spec.log_path)
+        first, name, path = self._first or end, self.spec.name, str(self.log_path)
         self._set_state("failed")
         self.supervisor.child_failed(
             Failure(name, first.cause, first.traceback, end.cause, self.restarts, path, first.tail, end.permanent)
@@ -322,7 +323,7 @@ class Child:
 
     def _find_end(self) -> _End:
         code = self._exit_code()
-        tail = _tail(self.spec.log_path)
+        tail = _tail(self.log_path)
         ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         if self._kill_reason:
             return _End(code, f"{self._kill_reason} ({ended})", tail=tail)

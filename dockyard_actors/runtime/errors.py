@@ -5,7 +5,10 @@ They know nothing of sockets: a transport's troubles arrive here as one of these
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from dockyard_actors.runtime.supervision import Failure
 
 
 class ActorError(Exception):
@@ -96,6 +99,14 @@ class ProtocolRefused(ActorError):
 
 class ActorCrashed(ActorError):
     """An actor's own task or its start failed, which ends its process. The cause is chained."""
+
+
+class RunFailed(ActorError):
+    """A process failed for good, which ends the block of its node agent. ``failure`` says which, and why."""
+
+    def __init__(self, message: str, failure: Failure) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class SystemClosed(ActorError):

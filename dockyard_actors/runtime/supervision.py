@@ -5,7 +5,7 @@ Plain values: they know nothing of how processes are run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
@@ -41,10 +41,11 @@ class ProcessSpec:
 
     name: str
     argv: list[str]
-    env: dict[str, str]
-    policy: RestartPolicy
-    log_path: Path  # stdout and stderr, appended over restarts
-    stop_grace_s: float  # from SIGTERM to SIGKILL of its process group
+    env: dict[str, str] = field(default_factory=dict)
+    policy: RestartPolicy = RestartPolicy()
+    log_path: Path | None = None  # stdout and stderr, appended over restarts; None: in the agent's runtime directory,
+    # which goes with the agent
+    stop_grace_s: float = 5.0  # from SIGTERM to SIGKILL of its process group
     keep_running: bool = False  # ending by itself with code 0 (somebody else's SIGTERM) is a crash too
     hang_s: float | None = None  # None: AgentConfig.hang_s
     start_grace_s: float | None = None  # None: AgentConfig.start_grace_s

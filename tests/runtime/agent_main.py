@@ -38,6 +38,7 @@ async def main(settings: dict) -> int:
         agent_lost_s=settings.get("agent_lost_s", 10.0),
         registry_lost_s=settings.get("registry_lost_s", 1.0),
         settle_s=settings.get("settle_s", 1.0),
+        raise_failures=False,
     )
     policy = RestartPolicy(**settings.get("policy", {}))
     async with NodeAgent(config) as agent:

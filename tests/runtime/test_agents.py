@@ -135,8 +135,8 @@ async def test_when_a_secondary_dies_or_hangs_all_its_processes_count_as_dead(la
 
 async def test_a_failure_under_a_secondary_reaches_the_primary_with_its_first_cause(tmp_path: Path) -> None:
     async with (
-        NodeAgent(AgentConfig()) as primary,
-        NodeAgent(AgentConfig(name="host2", rendezvous=primary.rendezvous)) as secondary,
+        NodeAgent(AgentConfig(raise_failures=False)) as primary,
+        NodeAgent(AgentConfig(name="host2", rendezvous=primary.rendezvous, raise_failures=False)) as secondary,
     ):
         await secondary.spawn(role("far", tmp_path, policy=RestartPolicy(max_restarts=0)))
         ref = primary.system.ref("far")

@@ -71,7 +71,7 @@ class Watched:
 
 @pytest.fixture
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
-    async with NodeAgent(AgentConfig(ping_s=0.1, runtime_parent=tmp_path)) as agent:
+    async with NodeAgent(AgentConfig(ping_s=0.1, runtime_parent=tmp_path, raise_failures=False)) as agent:
         events = Events("abcd")
         await agent.system.start(events, "events")
         yield Watched(agent, events, tmp_path)
@@ -174,7 +174,10 @@ async def test_a_wished_restart_takes_the_rest_along_and_a_wished_stop_does_not(
 
 
 async def test_an_agent_that_closes_in_the_middle_of_a_group_restart_does_not_wait_for_it(tmp_path: Path) -> None:
-    async with asyncio.timeout(UP_S), NodeAgent(AgentConfig(ping_s=0.1, runtime_parent=tmp_path)) as agent:
+    async with (
+        asyncio.timeout(UP_S),
+        NodeAgent(AgentConfig(ping_s=0.1, runtime_parent=tmp_path, raise_failures=False)) as agent,
+    ):
         watched = Watched(agent, Events(""), tmp_path)
         await watched.up("abc", policy=RestartPolicy(backoff_s=1000.0, backoff_max_s=1000.0))
         watched.kill("b")

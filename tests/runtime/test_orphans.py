@@ -82,7 +82,7 @@ async def test_a_child_between_its_fork_and_its_leash_ends_when_its_parent_died(
 
 
 async def test_a_failure_is_reported_although_its_agent_ends_at_once(launch: Callable[..., Any]) -> None:  # noqa: F811
-    async with asyncio.timeout(UP_S), NodeAgent(AgentConfig()) as primary:
+    async with asyncio.timeout(UP_S), NodeAgent(AgentConfig(raise_failures=False)) as primary:
         policy = {"max_restarts": 0}
         secondary: Started = await launch(name="host2", rendezvous=primary.rendezvous, roles=["far"], policy=policy)
         await primary.system.ref("far").tell(Die(how="exit"))
