@@ -254,7 +254,7 @@ class Run:
             names = [name for name in running if name.partition("-")[0] in roles]
             if names:
                 self.console.print(f"stopping {', '.join(names)}", soft_wrap=True)
-            await asyncio.gather(*(agent.stop(name, 0.0 if hurry else None) for name in names))
+            await asyncio.gather(*(agent.stop(name, 0.0 if hurry else None, tell=False) for name in names))
 
     def _stalled(self) -> str | None:
         """Why the run counts as stalled: it is training and no step ended for `stall_s`. Names who waits for whom."""

@@ -23,7 +23,7 @@ from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.addresses import find_keys, tcp_host
 from dockyard_actors.runtime.child import Child
 from dockyard_actors.runtime.config import SystemConfig
-from dockyard_actors.runtime.directory import ProcessRecord
+from dockyard_actors.runtime.directory import ProcessRecord, lineage
 from dockyard_actors.runtime.errors import ActorError, RunFailed
 from dockyard_actors.runtime.group import Group
 from dockyard_actors.runtime.pings import Pings
@@ -263,10 +263,13 @@ class NodeAgent:
         child.start()
         return child.info()
 
-    async def stop(self, name: str, grace_s: float | None = None) -> None:
-        """SIGTERM, and after the grace SIGKILL for its group; returns when it is gone. KeyError for an unknown name."""
+    async def stop(self, name: str, grace_s: float | None = None, *, tell: bool = True) -> None:
+        """SIGTERM, and after the grace SIGKILL for its group; returns when it is gone. KeyError for an unknown name.
+
+        Asks with ``retry=True`` fail then: it does not come back. Without ``tell`` they wait, for who stops the askers as well.
+        """
         child = self.children[name]
-        await child.stop(child.spec.stop_grace_s if grace_s is None else grace_s)
+        await child.stop(child.spec.stop_grace_s if grace_s is None else grace_s, tell)
 
     async def restart(self, name: str, cause: str = "") -> None:
         """Stops and starts a process: with a cause this counts as a crash (see `RestartProcess`). KeyError for an unknown name."""
@@ -327,6 +330,15 @@ class NodeAgent:
         elif self.system.membership is not None:
             await self.system.membership.report_death(uid, cause, clean)
 
+    def child_ended(self, name: str, cause: str) -> None:
+        """A child is not started again (no cause: it is): whoever would wait for it need not."""
+        process = lineage(self.uid, name)
+        if self.system.registry is not None:
+            self.system.registry.end(process, cause)
+        elif self.system.membership is not None:
+            self.system.directory.end(process, cause)
+            self._report_to_primary(self.system.membership.report_end(process, cause), f"report the end of {name}")
+
     def child_silent(self, uid: str, silent_s: float) -> None:
         """A child's loop does not answer (0: answers again): watchers of its names hear of it."""
         if self.system.registry is not None:
@@ -343,9 +355,12 @@ class NodeAgent:
     def child_failed(self, failure: Failure) -> None:
         self.fail(failure)
         if not self.primary:
-            report = self.own(self._report(failure), "report a failure")
-            self._reports.add(report)
-            report.add_done_callback(self._reports.discard)
+            self._report_to_primary(self._report(failure), "report a failure")
+
+    def _report_to_primary(self, work: Coroutine[None, None, None], name: str) -> None:
+        report = self.own(work, name)
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
 
     async def _report(self, failure: Failure) -> None:
         try:

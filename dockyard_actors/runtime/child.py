@@ -52,6 +52,7 @@ class Supervisor(Protocol):
     def bootstrap(self, name: str, uid: str, socket_dir: Path) -> Bootstrap: ...
     async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None: ...
     def child_failed(self, failure: Failure) -> None: ...
+    def child_ended(self, name: str, cause: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[None] | None = None
         self._stop = asyncio.Event()
+        self._tell_end = True  # that it is not started again
         self._asked: str | None = None  # restart was asked for: the next end is no crash (""), or one of this cause
         self._halted = False  # its group halts it: the next end is no crash
         self._kill_reason = ""
@@ -98,8 +100,11 @@ class Child:
     def start(self) -> None:
         """Starts it and its supervision. OSError when it cannot be started at all."""
         self._stop.clear()
+        self._tell_end = True
         self._spawn()
-        self._task = self.supervisor.own(self._supervise(), f"supervise {self.spec.name}")
+        if self.starts > 1:
+            self.supervisor.child_ended(self.spec.name, "")
+        self._task = self.supervisor.own(self._live(), f"supervise {self.spec.name}")
 
     @property
     def retired(self) -> bool:
@@ -110,9 +115,11 @@ class Child:
         self._stop.set()
         self._pulse()
 
-    async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL for its process group after ``grace_s``; returns when it is gone and not restarted."""
+    async def stop(self, grace_s: float, tell: bool = True) -> None:
+        """SIGTERM, and SIGKILL for its process group after ``grace_s``; returns when it is gone and not restarted. Without ``tell``
+        nobody hears that it does not come back."""
         self.retire()
+        self._tell_end = tell
         if self._task is not None and not self._task.done():
             if self._ended is not None and not self._ended.done():
                 self._set_state("stopping")
@@ -231,6 +238,12 @@ class Child:
     def _on_end(self) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
+
+    async def _live(self) -> None:
+        await self._supervise()
+        if self._tell_end:
+            how = {"failed": "it failed for good", "exited": "it exited", "stopped": "it was stopped"}[self.state]
+            self.supervisor.child_ended(self.spec.name, f"{how} ({self.cause})")
 
     async def _supervise(self) -> None:
         while True:

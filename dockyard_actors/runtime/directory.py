@@ -44,6 +44,11 @@ REGISTRY = "registry"  # name of the registry's own actor
 GONE = 4096  # dead processes remembered; uids are random, so that one forgotten can only be met again by waking up later than all these died
 
 
+def lineage(agent: str, process: str) -> str:
+    """Names a process over all its starts: by the uid of its node agent and its own name."""
+    return f"{agent}/{process}"
+
+
 def died(entry: Entry, cause: str, clean: bool = False) -> Entry:
     """The same incarnation, dead."""
     return msgspec.structs.replace(entry, alive=False, cause=cause, clean=clean)
@@ -64,6 +69,7 @@ class Directory:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self.ended: dict[str, str] = {}  # `lineage` of processes that are not started again → why
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
     def apply(self, entry: Entry) -> bool:
@@ -77,7 +83,24 @@ class Directory:
     def put(self, entry: Entry) -> None:
         """Takes an entry whatever is known: another registry is the registry from now on."""
         self.entries[entry.name] = entry
-        for waiter in self._waiters.pop(entry.name, ()):
+        self._wake(entry.name)
+
+    def end(self, process: str, cause: str) -> None:
+        """A process (its `lineage`) is not started again; without a cause: it is, after all."""
+        self.ended[process] = cause
+        for name in list(self._waiters) if cause else ():
+            if self.over(name):
+                self._wake(name)
+
+    def over(self, name: str) -> str:
+        """Why the dead process of this name is not started again; empty when it lives, may come back, or is not known."""
+        entry = self.entries.get(name)
+        if entry is None or entry.alive:
+            return ""
+        return self.ended.get(lineage(entry.meta.get("agent", ""), entry.meta.get("process", "")), "")
+
+    def _wake(self, name: str) -> None:
+        for waiter in self._waiters.pop(name, ()):
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -85,13 +108,16 @@ class Directory:
         entry = self.entries.get(name)
         return entry if entry is not None and entry.alive else None
 
-    async def wait_alive(self, name: str, after: int, deadline: float) -> Entry:
-        """The first living incarnation greater than ``after``; TimeoutError at ``deadline`` (of `loop.time()`)."""
+    async def wait_alive(self, name: str, after: int, deadline: float) -> Entry | None:
+        """The first living incarnation greater than ``after``; None when it is known that there will be none; TimeoutError at
+        ``deadline`` (of `loop.time()`)."""
         loop = asyncio.get_running_loop()
         while True:
             entry = self.alive(name)
             if entry is not None and entry.incarnation > after:
                 return entry
+            if self.over(name):
+                return None
             waiter = loop.create_future()
             self._waiters.setdefault(name, []).append(waiter)
             try:

@@ -26,6 +26,7 @@ from dockyard_actors.runtime.registry import (
     Joined,
     Known,
     ProcessDied,
+    ProcessEnded,
     Refused,
     Register,
     Registered,
@@ -150,6 +151,16 @@ class Membership:
                 self.lost(f"it could not be told of a death: {error}")
         self.system.take(DirectoryUpdate(self._entries_of({uid}, cause), {uid: cause}))
 
+    async def report_end(self, process: str, cause: str) -> None:
+        """A node agent's child is not started again (no cause: it is). A registry that is gone is not told: its askers wait longer."""
+        if self._down is None:
+            try:
+                await self.system.ref(REGISTRY).ask(
+                    ProcessEnded(process=process, cause=cause), deadline_s=self.system.config.registry_s
+                )
+            except ActorError as error:
+                log.info("could not report that %s is %s: %s", process, cause or "started again", error)
+
     # ------------------------------------------------------------------ what the registry says
 
     def accepts(self, update: DirectoryUpdate) -> bool:
@@ -184,7 +195,7 @@ class Membership:
             if isinstance(reply, Known) and reply.epoch == self.epoch:
                 log.info("caught up with the registry")
                 gone = {uid: cause for uid, cause in reply.gone.items() if uid not in system.gone}
-                system.take(DirectoryUpdate(reply.entries, gone, epoch=self.epoch))
+                system.take(DirectoryUpdate(reply.entries, gone, epoch=self.epoch, ended=reply.ended))
                 self._number = max(self._number, reply.number)
             return
 
@@ -198,7 +209,7 @@ class Membership:
             if entry.name == REGISTRY:
                 system.directory.put(entry)
         early, self._early = self._early, []
-        for update in (DirectoryUpdate(joined.entries, epoch=joined.epoch), *early):
+        for update in (DirectoryUpdate(joined.entries, epoch=joined.epoch, ended=joined.ended), *early):
             if update.epoch == self.epoch:
                 system.take(update)
         self._unwatch()

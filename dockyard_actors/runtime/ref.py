@@ -65,8 +65,9 @@ class Ref:
         SystemClosed.
 
         ``retry=True`` is for messages that may be handled again by a new incarnation: it waits for the name to be registered,
-        follows restarts and repeats the same request until the deadline, then raises AskTimeout. Within one incarnation a
-        repeated request is handled once. ``wait=False``: MailboxFull at once when there is no room, instead of waiting for it.
+        follows restarts and repeats the same request until the deadline, then raises AskTimeout; PeerDied (or OutcomeUnknown) at
+        once when its process failed for good, exited or was stopped. Within one incarnation a repeated request is handled once; the
+        next one handles it again. ``wait=False``: MailboxFull at once when there is no room, instead of waiting for it.
         """
         return self._caller.ask(self, msg, deadline_s, retry, wait)
 

@@ -34,6 +34,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     epoch: int = 0  # of this start of the registry: its identity
     lease_s: float = 0.0  # > 0: nobody sees this process end, so it must be heard of (`Renew`) within any such time
     number: int = 0  # of the last `DirectoryUpdate` that this holds already
+    ended: dict[str, str] = msgspec.field(default_factory=dict)  # as of `DirectoryUpdate`
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +81,7 @@ class Known(msgspec.Struct, frozen=True, tag=True):
     gone: dict[str, str]
     epoch: int
     number: int
+    ended: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Resync(Message[Known | Refused], frozen=True):
@@ -126,6 +128,13 @@ class ProcessDied(Message[None], frozen=True):
     clean: bool = False
 
 
+class ProcessEnded(Message[None], frozen=True):
+    """A node agent reports that a child is not started again, and why; with an empty cause: that it is, after all."""
+
+    process: str  # its `lineage`
+    cause: str
+
+
 class ProcessSuspect(Message[None], frozen=True):
     """A node agent reports that a child's loop has not answered for so long (seconds); 0: it answers again."""
 
@@ -156,6 +165,9 @@ class DirectoryUpdate(Message[None], frozen=True):
         default_factory=dict
     )  # uid → seconds without an answer; 0: it answers again
     number: int = 0  # counts the registry's updates: who finds one missing asks for everything
+    ended: dict[str, str] = msgspec.field(
+        default_factory=dict
+    )  # `lineage` → why the process is not started again; empty: it is, after all
 
 
 Push = Callable[[ProcessRecord, DirectoryUpdate | None, bool], None]  # None: say nothing; True: it is the last word
@@ -172,6 +184,7 @@ class Registry(Actor):
         self.processes: dict[str, ProcessRecord] = {own.uid: own}
         self.entries: dict[str, Entry] = {}
         self.gone = Gone()  # of processes that must not come back under the same uid
+        self.ended: dict[str, str] = {}  # as of `DirectoryUpdate`
         self.number = 0  # of the last update
         self.given: set[str] = set()  # names whose incarnation was given in this epoch
         self.on_join: Callable[[ProcessRecord], None] | None = None  # the primary agent listens here
@@ -212,7 +225,7 @@ class Registry(Actor):
                 self.on_join(process)
         self._leases.heard(process.uid)
         lease_s = self._leases.lease_s if process.uid in self._leases else 0.0
-        return Joined(self.own, tuple(self.entries.values()), self.epoch, lease_s, self.number)
+        return Joined(self.own, tuple(self.entries.values()), self.epoch, lease_s, self.number, self.ended)
 
     def _look_after(self, process: ProcessRecord) -> None:
         """Finds who will see this process end: its agent, the primary agent's pings, a pidfd, or a lease."""
@@ -236,7 +249,8 @@ class Registry(Actor):
 
     @control
     async def resync(self, msg: Resync) -> Known | Refused:
-        return self._refused(msg.uid) or Known(tuple(self.entries.values()), dict(self.gone), self.epoch, self.number)
+        refused = self._refused(msg.uid)
+        return refused or Known(tuple(self.entries.values()), dict(self.gone), self.epoch, self.number, self.ended)
 
     @control
     async def claim(self, msg: Claim) -> Claimed | Refused:
@@ -254,6 +268,15 @@ class Registry(Actor):
     @control
     async def process_died(self, msg: ProcessDied) -> None:
         self.declare_dead(msg.uid, msg.cause, msg.clean)
+
+    @control
+    async def process_ended(self, msg: ProcessEnded) -> None:
+        self.end(msg.process, msg.cause)
+
+    def end(self, process: str, cause: str) -> None:
+        """Tells everybody that a process (its `lineage`) is not started again; without a cause: that it is, after all."""
+        self.ended[process] = cause
+        self.publish([], ended={process: cause})
 
     @control
     async def process_suspect(self, msg: ProcessSuspect) -> None:
@@ -372,14 +395,18 @@ class Registry(Actor):
         await self._changed.wait()
 
     def publish(
-        self, entries: Iterable[Entry], gone: dict[str, str] | None = None, suspects: dict[str, float] | None = None
+        self,
+        entries: Iterable[Entry],
+        gone: dict[str, str] | None = None,
+        suspects: dict[str, float] | None = None,
+        ended: dict[str, str] | None = None,
     ) -> DirectoryUpdate:
         """Takes these entries and tells every process of them."""
         entries = tuple(entries)
         for entry in entries:
             self.entries[entry.name] = entry
         self.number += 1
-        update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {}, self.number)
+        update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {}, self.number, ended or {})
         self._changed.set()
         self._changed = asyncio.Event()
         for process in list(self.processes.values()):

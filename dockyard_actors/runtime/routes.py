@@ -34,7 +34,9 @@ async def resolve(caller: Caller, ref: Ref, deadline: float) -> Entry:
     if known is None:
         raise UnknownName(f"{ref.owner} asked for {ref.name!r}, which is not registered; ask(retry=True) waits for it")
     if not known.alive:
-        raise PeerDied(f"{ref.name}#{known.incarnation} is dead ({known.cause}) and has not been restarted yet")
+        over = directory.over(ref.name)
+        fate = f"is not started again: {over}" if over else "has not been restarted yet"
+        raise PeerDied(f"{ref.name}#{known.incarnation} is dead ({known.cause}) and {fate}")
     return _meant(ref, known)
 
 
@@ -53,10 +55,11 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
                 try:
                     entry = await system.directory.wait_alive(ref.name, after, deadline)
                 except TimeoutError:
-                    state = f"its next incarnation (after #{after})" if after else "it to be registered"
-                    raise AskTimeout(
-                        f"{ref.owner} asked {ref.name} for {kind} and waited for {state} in vain"
-                    ) from last
+                    raise _in_vain(caller, ref, kind, after) from last
+            if entry is None:
+                text = f"{ref.owner} asked {ref.name} for {kind}, which is dead and is not started again"
+                over = system.directory.over(ref.name)
+                raise (OutcomeUnknown if maybe else PeerDied)(f"{text}: {over}") from last
         try:
             _meant(ref, entry)
         except StaleIncarnation as error:
@@ -74,6 +77,13 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
             last, maybe = error, maybe or isinstance(error, AskTimeout)
             if caller.loop.time() >= deadline:
                 raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from error
+
+
+def _in_vain(caller: Caller, ref: Ref, kind: str, after: int) -> AskTimeout:
+    state = f"its next incarnation (after #{after})" if after else "it to be registered"
+    known = caller.system.directory.entries.get(ref.name)
+    died = f"; #{known.incarnation} died: {known.cause}" if known is not None and not known.alive else ""
+    return AskTimeout(f"{ref.owner} asked {ref.name} for {kind} and waited for {state} in vain{died}")
 
 
 def _meant(ref: Ref, entry: Entry) -> Entry:

@@ -411,6 +411,8 @@ class ActorSystem:
                 membership.lost(cause)
         for entry in update.entries:
             self._take_entry(entry)
+        for process, cause in update.ended.items():
+            self.directory.end(process, cause)
         for uid, silent_s in update.suspects.items():
             for name, cells in self._watchers.items():
                 entry = self.directory.alive(name)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
-from dockyard_actors.runtime.errors import RunFailed
+from dockyard_actors.runtime.config import SystemConfig
+from dockyard_actors.runtime.errors import AskTimeout, OutcomeUnknown, PeerDied, RunFailed
 from dockyard_actors.runtime.supervision import Failure, ProcessSpec, RestartPolicy
+from dockyard_actors.runtime.system import ActorSystem
+from tests.runtime.actors import Block, Total
+from tests.runtime.agent_main import role
 
 UP_S = 30.0
 FAILURE = Failure("c", "it broke", "", "it broke", 0, "c.log", ())
@@ -68,3 +75,51 @@ async def test_a_block_that_looks_for_failures_itself_goes_on() -> None:
     async with NodeAgent(AgentConfig(raise_failures=False)) as agent:
         agent.fail(FAILURE)
         assert await agent.wait_failed() == FAILURE
+
+
+async def test_who_waits_for_a_process_that_does_not_come_back_hears_why_at_once(tmp_path: Path) -> None:
+    async with asyncio.timeout(UP_S), NodeAgent(AgentConfig(raise_failures=False)) as agent:
+        await agent.spawn(role("c", tmp_path, policy=RestartPolicy(max_restarts=0)))
+        ref = agent.system.ref("c")
+        await ref.ask(Total(), retry=True, deadline_s=UP_S)
+        waiting = asyncio.ensure_future(ref.ask(Block(), retry=True, deadline_s=10 * UP_S))
+        await asyncio.sleep(0)
+        os.kill(agent.processes()[0].pid, signal.SIGKILL)
+        with pytest.raises(OutcomeUnknown, match=r"not started again: it failed for good \(killed by SIGKILL\)"):
+            await waiting
+        with pytest.raises(PeerDied, match="not started again: it failed for good"):
+            await ref.ask(Total(), retry=True, deadline_s=10 * UP_S)
+        with pytest.raises(PeerDied, match="not started again"):
+            await ref.ask(Total())
+        await agent.restart("c")
+        assert await ref.ask(Total(), retry=True, deadline_s=UP_S) == 0, "somebody's wish brought it back"
+        await agent.stop("c")
+        with pytest.raises(PeerDied, match="it was stopped"):
+            await ref.ask(Total(), retry=True, deadline_s=10 * UP_S)
+
+
+async def test_it_is_heard_in_other_processes_and_of_those_under_other_agents(tmp_path: Path) -> None:
+    async with (
+        asyncio.timeout(2 * UP_S),
+        NodeAgent() as primary,
+        NodeAgent(AgentConfig(name="host2", rendezvous=primary.rendezvous)) as secondary,
+    ):
+        await secondary.spawn(role("c", tmp_path))
+        refs = [agent.system.ref("c") for agent in (primary, secondary)]
+        for ref in refs:
+            await ref.ask(Total(), retry=True, deadline_s=UP_S)
+        await secondary.stop("c", tell=False)
+        with pytest.raises(AskTimeout, match="waited for it to be registered in vain; #1 died: left"):
+            await refs[0].ask(Total(), retry=True, deadline_s=0.05)
+        await secondary.restart("c")
+        for ref in refs:
+            await ref.ask(Total(), retry=True, deadline_s=UP_S)
+        await secondary.stop("c")
+        for ref in refs:
+            with pytest.raises(PeerDied, match="it was stopped"):
+                await ref.ask(Total(), retry=True, deadline_s=10 * UP_S)
+        async with ActorSystem(
+            SystemConfig(name="late", rendezvous=primary.rendezvous, key_file=primary.key_file)
+        ) as late:
+            with pytest.raises(PeerDied, match="it was stopped"):
+                await late.ref("c").ask(Total(), retry=True, deadline_s=10 * UP_S)
