@@ -58,7 +58,7 @@ class AgentConfig:
     listen: str = (
         ""  # primary: "tcp://HOST:PORT" where other hosts join (a concrete address, it is what peers connect to)
     )
-    key_file: Path | None = (
+    key_file: str | Path | None = (
         None  # secondary: the primary's key file (None: beside an ipc rendezvous); primary: keys that outlive
     )
     # it (made when missing), so that one started again at the same ``listen`` gets its secondaries back

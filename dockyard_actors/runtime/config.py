@@ -21,7 +21,7 @@ class SystemConfig:
         ""  # path prefix of this process's sockets, in a private directory; empty with a rendezvous: a new one
     )
     tcp_bind: str = ""  # "tcp://HOST:PORT" to be reachable from other hosts (a concrete address; port 0: any)
-    key_file: Path | None = None  # the run's keys; every process of the run reads the same file
+    key_file: str | Path | None = None  # the run's keys; every process of the run reads the same file
     allow_plain_loopback: bool = False
     handshake_s: float = 5.0  # strangers at the tcp port who say nothing are cut after this
     max_frame_bytes: int = 16 << 20  # a control message larger than this is bulk, which has its own plane

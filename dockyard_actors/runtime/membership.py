@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dockyard_actors.runtime.directory import REGISTRY, Entry, ProcessRecord, died
-from dockyard_actors.runtime.errors import ActorCrashed, ActorError, PeerDied, ProtocolRefused, RegistryDown
+from dockyard_actors.runtime.errors import ActorCrashed, ActorError, AskTimeout, PeerDied, ProtocolRefused, RegistryDown
 from dockyard_actors.runtime.leases import LOOKS
 from dockyard_actors.runtime.message import Message, R, reply_decoder
 from dockyard_actors.runtime.pidwatch import PidWatch
@@ -103,7 +103,15 @@ class Membership:
 
     async def join(self) -> None:
         """Joins for the first time. Raises AskTimeout, or ProtocolRefused with the reason."""
-        reply = await self._present(self.system.config.join_s)
+        config = self.system.config
+        try:
+            reply = await self._present(config.join_s)
+        except AskTimeout as error:
+            keys = f"the key file {config.key_file} is another run's" if config.key_file else "it wants a key file"
+            raise AskTimeout(
+                f"{config.name} got no answer from a registry at {config.rendezvous} within join_s={config.join_s:g} s: either no "
+                f"primary listens there (yet, or any more), or {keys} (then the primary's log says that it refused a connection)"
+            ) from error
         if isinstance(reply, Refused):
             where = self.system.config.rendezvous
             raise ProtocolRefused(f"{self.system.config.name} may not join {where}: {reply.reason}")

@@ -104,7 +104,7 @@ class ActorSystem:
         self.deadlines = Deadlines()
         self._reception = Reception(self)
         config = self.config
-        keys = load_keys(config.key_file) if config.key_file else None
+        keys = load_keys(Path(config.key_file)) if config.key_file else None
         if config.rendezvous and not config.ipc_prefix:
             self._own_dir = Path(tempfile.mkdtemp(prefix="dy-"))
             config = self.config = dataclasses.replace(config, ipc_prefix=f"{self._own_dir}/")

@@ -27,7 +27,7 @@ from dockyard_actors.transport.base import (
     ipc_endpoint,
 )
 from dockyard_actors.transport.control_ports import DealerPort, Link, Loopback, RouterPort, hello_frame
-from dockyard_actors.transport.zap import ZAP_DOMAIN, ZapAllowList
+from dockyard_actors.transport.zap import ZAP_DOMAIN, FailedHandshakes, ZapAllowList
 
 log = logging.getLogger("dockyard.transport.control")
 
@@ -48,6 +48,7 @@ class ZmqControl:
         self._listeners = descriptors.Listeners(config)
         self._locks: list[tuple[int, str]] = []
         self._zap: ZapAllowList | None = None
+        self._handshakes: list[FailedHandshakes] = []
         self._bad_frames = 0
         self._bad_reasons: set[str] = set()
         self._loop_out = Loopback(self, "")
@@ -133,6 +134,8 @@ class ZmqControl:
             raise TransportError(f"cannot listen on {endpoint}: {error}") from error
         self._routers.append(RouterPort(self, socket, lane))
         listens = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        if curve:
+            self._handshakes.append(FailedHandshakes(socket, listens))
         self._listeners.add(listens)
         return listens
 
@@ -211,7 +214,8 @@ class ZmqControl:
         log.log(level, "ignored a frame from %s: %r", sender, reason)
 
     def counters(self) -> dict[str, int]:
-        return {"bad_frames": self._bad_frames, "denied_keys": self._zap.denied if self._zap else 0}
+        denied = (self._zap.denied if self._zap else 0) + sum(watch.failed for watch in self._handshakes)
+        return {"bad_frames": self._bad_frames, "denied_keys": denied}
 
     # ------------------------------------------------------------------ closing
 
@@ -221,6 +225,8 @@ class ZmqControl:
         self._closed = True
         linger_ms = int(self.config.linger_s * 1000)
         self._listeners.close()
+        for watch in self._handshakes:
+            watch.close()
         for port in self._routers:
             port.flush()
             port.close(linger_ms)

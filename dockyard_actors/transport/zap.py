@@ -10,6 +10,7 @@ import logging
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger("dockyard.transport.control")
 
@@ -61,3 +62,39 @@ class ZapAllowList:
                 )
             status = (b"200", b"OK", b"run") if known else (b"400", b"unknown key", b"")
             self._socket.send_multipart([*head, version, request_id, *status, b""])
+
+
+_FAILED = int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
+
+
+class FailedHandshakes:
+    """Counts and logs who never gets as far as ZAP: a client that has another run's key file cannot even greet a CURVE socket."""
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self.failed = 0
+        self._watched, self._endpoint = socket, endpoint
+        self._events = socket.get_monitor_socket(_FAILED)
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(self._events.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._read)
+        self._read()  # what came before the reader has had its edge
+
+    def close(self) -> None:
+        """Before the watched socket is closed."""
+        self._loop.remove_reader(self._fd)
+        self._watched.disable_monitor()
+        self._events.close(0)
+
+    def _read(self) -> None:
+        while True:  # until empty, as above
+            try:
+                parse_monitor_message(self._events.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self.failed += 1
+            often = self.failed.bit_count() == 1
+            log.log(
+                logging.WARNING if often else logging.DEBUG,
+                "refused a connection to %s in its handshake: it has the key file of another run, or none (%d so far)",
+                *(self._endpoint, self.failed),
+            )

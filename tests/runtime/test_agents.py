@@ -154,10 +154,16 @@ async def test_over_tcp_a_secondary_needs_the_runs_keys(launch, tmp_path: Path) 
     assert address.startswith("tcp://127.0.0.1:")
     with pytest.raises(ValueError, match="needs key_file"):
         await NodeAgent(AgentConfig(name="x", rendezvous=address)).__aenter__()
+    with pytest.raises(ValueError, match=r"there is no key file .*missing, which joining"):
+        await NodeAgent(AgentConfig(name="x", rendezvous=address, key_file=str(tmp_path / "missing"))).__aenter__()
+    with pytest.raises(TransportError, match="missing: No such file"):
+        await ActorSystem(SystemConfig(name="x", rendezvous=address, key_file=str(tmp_path / "missing"))).__aenter__()
     with pytest.raises(TransportError, match="without the run's key file"):
         await ActorSystem(SystemConfig(name="x", rendezvous=address)).__aenter__()
     create_keys(tmp_path / "other")
-    with pytest.raises(AskTimeout):
+    with pytest.raises(
+        AskTimeout, match=f"no answer from a registry at {address} .* or the key file .*other is another run"
+    ):
         await ActorSystem(
             SystemConfig(name="x", rendezvous=address, key_file=tmp_path / "other", join_s=0.5)
         ).__aenter__()

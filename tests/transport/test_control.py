@@ -287,6 +287,26 @@ async def test_a_newer_hello_with_more_fields_is_understood(short: Path) -> None
 
 
 @on_uvloop
+async def test_a_client_with_another_runs_key_file_is_logged_now_and_then(
+    short: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, other = create_keys(short / "keys"), create_keys(short / "other")
+    server, _ = await opened(short, "server", ipc_prefix="", tcp_bind="tcp://127.0.0.1:0", keys=keys)
+    client, _ = await opened(short, "client", ipc_prefix="", keys=other)
+    client.connect(server.address).send(Lane.USER, b"to whom")
+    try:
+        await eventually(lambda: server.counters()["denied_keys"] >= 3)
+    finally:
+        await client.close()
+        await server.close()
+    told = [record.getMessage() for record in caplog.records if "the key file of another run" in record.getMessage()]
+    warned = [r for r in caplog.records if r.levelname == "WARNING" and "the key file of another run" in r.getMessage()]
+    assert told
+    assert server.address.tcp[Lane.USER] in told[0]
+    assert 1 <= len(warned) <= server.counters()["denied_keys"].bit_length()
+
+
+@on_uvloop
 async def test_a_curve_port_refuses_unknown_keys_and_plain_clients(short: Path) -> None:
     keys = create_keys(short / "keys")
     server, inbox = await opened(short, "server", ipc_prefix="", tcp_bind="tcp://127.0.0.1:0", keys=keys)
