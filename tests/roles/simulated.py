@@ -27,6 +27,7 @@ from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.supervision import RestartProcess
+from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.runtime.testing import Faults, Process, World
 from dockyard_actors.runtime.testing.clock import here
 from dockyard_actors.sandbox.types import Verdict
@@ -224,11 +225,11 @@ class Run:
         for name in ROLES:
             await self.world.start(name, self._role)
 
-    async def _agent(self, process: Process) -> None:
-        await process.system.start(Agent(self.world), "agent")
+    async def _agent(self, system: ActorSystem) -> None:
+        await system.start(Agent(self.world), "agent")
 
-    async def _role(self, process: Process) -> None:
-        await process.system.start(self._make(process.name), process.name)
+    async def _role(self, system: ActorSystem) -> None:
+        await system.start(self._make(system.config.name), system.config.name)
 
     def _make(self, name: str) -> Actor:
         disk, rng = self.disk, random.Random(self.rng.random())

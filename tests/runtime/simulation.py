@@ -16,6 +16,7 @@ from dockyard_actors.runtime.deliveries import Delivery
 from dockyard_actors.runtime.errors import ActorError
 from dockyard_actors.runtime.message import Message, Stream
 from dockyard_actors.runtime.scope import current
+from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.runtime.testing import Event, Faults, History, Operation, Process, Violation, World, run
 
 SOUND = Faults()
@@ -142,7 +143,7 @@ async def finish(history: History, operation: Operation, work: Awaitable[Any]) -
     except ActorError as error:
         history.end(operation, error=error)
     except asyncio.CancelledError:
-        history.end(operation)
+        history.end(operation, given_up=True)
         raise
 
 
@@ -339,16 +340,20 @@ def simulated(
     history = History(not faults.disorder if in_order is None else in_order, once=not faults.duplicate)
 
     def serving(*names: str):
-        async def build(process: Process) -> None:
+        async def build(system: ActorSystem) -> None:
             for name in names:
-                await process.system.start(Server(history), name)
+                await system.start(Server(history), name)
 
         return build
 
-    async def asking(process: Process) -> None:
-        for number in range(2):
-            await process.system.start(Watcher(history), f"watcher-{number} of {process.name}")
-        process.spawn(client(process, history, random.Random(f"{seed} {process}"), count), "client")
+    def asking(world: World):
+        async def build(system: ActorSystem) -> None:
+            process = world.all[system.config.uid]
+            for number in range(2):
+                await system.start(Watcher(history), f"watcher-{number} of {process.name}")
+            process.spawn(client(process, history, random.Random(f"{seed} {process}"), count), "client")
+
+        return build
 
     async def main() -> None:
         async with World(seed, faults, config) as world:
@@ -357,7 +362,7 @@ def simulated(
             await world.start("server-0", serving("a", "c"))
             await world.start("server-1", serving("b"))
             for number in range(2):
-                await world.start(f"client-{number}", asking)
+                await world.start(f"client-{number}", asking(world))
             watching = asyncio.ensure_future(watch_mailboxes(world, history)) if not faults.disorder else None
             await chaos(world, history, random.Random(f"chaos {seed}"), rounds, registry)
             await recovered(world, history)

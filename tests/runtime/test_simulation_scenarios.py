@@ -13,6 +13,7 @@ import pytest
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.errors import AskTimeout, MailboxFull, OutcomeUnknown, StaleIncarnation
 from dockyard_actors.runtime.status import Inspect
+from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.runtime.testing import Deadlock, History, Process, World, run
 from tests.runtime.simulation import CONFIG, Count, Do, Server, one
 
@@ -147,8 +148,8 @@ def on_a_sound_network(scenario: Scenario) -> None:
     """Runs it with a server process, which has the actor "a", and a client process."""
     history = History()
 
-    async def build(process: Process) -> None:
-        await process.system.start(Server(history), "a")
+    async def build(system: ActorSystem) -> None:
+        await system.start(Server(history), "a")
 
     async def main() -> None:
         async with World(0, config=CONFIG) as world:

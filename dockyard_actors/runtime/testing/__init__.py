@@ -3,7 +3,7 @@
 def test_it() -> None:
     async def main() -> None:
         async with World(seed=1, faults=Faults(loss=0.1)) as world:
-            server = await world.start("server", build)  # async def build(process): await process.system.start(MyActor(), "it")
+            server = await world.start("server", build)  # async def build(system): await system.start(MyActor(), "it")
             ...
             await world.restart(server)
     run(main())

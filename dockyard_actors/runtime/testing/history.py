@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.errors import (
@@ -38,6 +38,7 @@ SHOWN = 20
 _REFUSED = re.compile(r"\(any more\)$|it was meant for incarnation")  # by a process that has no such actor
 
 Kind = Literal["ask", "retry", "tell"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Violation(AssertionError):
@@ -68,7 +69,12 @@ class Operation:
     ended: float | None = None
     instance: int | None = None  # the one that replied
     error: BaseException | None = None
+    given_up: bool = False  # it was cancelled: who did it saw no outcome
     handled: list[Handling] = field(default_factory=list)
+
+    @property
+    def answered(self) -> bool:
+        return self.kind != "tell" and self.ended is not None and self.error is None and not self.given_up
 
     def __str__(self) -> str:
         end = "not ended" if self.ended is None else f"ended {self.ended:.4f}"
@@ -107,14 +113,22 @@ class History:
     def begin(
         self, uid: str, receiver: str, kind: Kind, deadline_s: float, lane: str = "user", within: int = -1
     ) -> Operation:
+        if kind not in KINDS:
+            raise ValueError(f"an operation is one of {', '.join(KINDS)}, not {kind!r}")
         now = _now()
         operation = Operation(len(self.operations), uid, receiver, kind, lane, now, now + deadline_s, within)
         self.operations.append(operation)
         return operation
 
-    def end(self, operation: Operation, instance: int | None = None, error: BaseException | None = None) -> None:
+    def end(
+        self,
+        operation: Operation,
+        instance: int | None = None,
+        error: BaseException | None = None,
+        given_up: bool = False,
+    ) -> None:
         operation.ended = _now()
-        operation.instance, operation.error = instance, error
+        operation.instance, operation.error, operation.given_up = instance, error, given_up
 
     def handle(self, number: int, actor: Actor) -> int:
         """A handler of ``actor`` runs for this operation. Returns the number of the instance, which is to be in its reply."""
@@ -140,7 +154,13 @@ class History:
     # ------------------------------------------------------------------ checked
 
     def check(self, world: World) -> None:
-        """Raises Violation with everything that went wrong, and what had been done to the world."""
+        """Raises Violation with everything that went wrong, and what had been done to the world; ValueError when no handler ever
+        called `handle` although asks were answered: then nothing was checked."""
+        answered = [operation for operation in self.operations if operation.answered]
+        if answered and not any(operation.handled for operation in self.operations):
+            raise ValueError(
+                f"{len(answered)} asks were answered and no handler called `handle`: nothing can be checked"
+            )
         found = list(self.violations)
         for operation in self.operations:
             found += [f"{text}: {operation}" for text in self._wrong(operation, world)]
@@ -160,6 +180,8 @@ class History:
                 wrong.append("handled more than once in one incarnation")
         elif len(instances) > 1:
             wrong.append("handled more than once")
+        if operation.answered and not instances:
+            wrong.append("answered, and no handler said that it handled it")
         wrong += self._wrong_end(operation, world.all[operation.uid])
         if operation.instance is not None and operation.instance not in instances:
             wrong.append("answered by an incarnation that did not handle it")

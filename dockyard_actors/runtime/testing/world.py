@@ -10,18 +10,18 @@ import asyncio
 import contextvars
 import dataclasses
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.errors import ActorError
+from dockyard_actors.runtime.process import Build
 from dockyard_actors.runtime.registry import Registry
 from dockyard_actors.runtime.status import StopRequest
 from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.runtime.testing.clock import VirtualLoop, here
 from dockyard_actors.runtime.testing.network import Faults, SimNetwork, SimTransport
 
-Build = Callable[["Process"], Awaitable[None]]
 REGISTRY_PREFIX = "/simulated/registry."
 
 
@@ -109,7 +109,8 @@ class World:
         self._home.set_result(process)
 
     async def start(self, name: str, build: Build | None = None) -> Process:
-        """Starts a process and, in it, whatever ``build`` starts; tries until the network lets it."""
+        """Starts a process and, in it, whatever ``build`` starts, which gets its actor system as in `main_process`; tries until the
+        network lets it."""
         while True:
             process = self._new(name, build)
             try:
@@ -124,7 +125,7 @@ class World:
                 return process
 
     async def _build(self, build: Build, process: Process) -> None:
-        await build(process)
+        await build(process.system)
 
     def _new(self, name: str, build: Build | None) -> Process:
         start = 1 + sum(process.name == name for process in self.all.values())
