@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from dockyard_actors.runtime.message import Message, MessageTypeError, Stream, decoder, fingerprint, reply_type
+from dockyard_actors.runtime.message import Message, MessageTypeError, Stream, check, decoder, fingerprint
+from dockyard_actors.runtime.returns import refuse_contradiction
 
 if TYPE_CHECKING:
     import asyncio
@@ -111,6 +112,9 @@ class Actor:
         """The loop of a watched name's process is held, or is free again. Served on the control lane."""
 
 
+_LIFE = frozenset(name for name in vars(Actor) if not name.startswith("_"))  # these handle no messages
+
+
 @dataclass(frozen=True)
 class Handler:
     """One entry of an actor's table."""
@@ -132,6 +136,8 @@ def handlers_of(cls: type[Actor]) -> dict[str, Handler]:
 def _table(cls: type[Actor]) -> dict[str, Handler]:
     table: dict[str, Handler] = {}
     for name, function in inspect.getmembers(cls, _may_handle):
+        if name in _LIFE:
+            continue
         stream = inspect.isasyncgenfunction(function)
         marked = getattr(function, "__dockyard_concurrent__", False) or getattr(function, "__dockyard_control__", False)
         kinds = _message_kinds(cls, name, function)
@@ -140,6 +146,7 @@ def _table(cls: type[Actor]) -> dict[str, Handler]:
                 raise MessageTypeError(
                     f"{cls.__name__}.{name} is marked as a handler but its parameter is annotated with no Message subclass"
                 )
+            _refuse_unannotated(cls, name, function)
             continue
         for kind in kinds:
             if kind.__name__ in table:
@@ -150,7 +157,7 @@ def _table(cls: type[Actor]) -> dict[str, Handler]:
                 raise MessageTypeError(
                     f"{cls.__name__}.{name} handles {kind.__name__}: a Stream is handled by an async generator, and nothing else is"
                 )
-            decoder(reply_type(kind))  # a reply that cannot travel is found at start, not at the first ask
+            check(kind)  # a reply that cannot travel is found at start, not at the first ask
             table[kind.__name__] = Handler(
                 name,
                 kind,
@@ -159,7 +166,45 @@ def _table(cls: type[Actor]) -> dict[str, Handler]:
                 getattr(function, "__dockyard_control__", False),
                 stream,
             )
+        if not stream:
+            refuse_contradiction(f"{cls.__name__}.{name}", function, kinds)
+    _refuse_lookalikes(cls, table)
     return table
+
+
+def _refuse_unannotated(cls: type[Actor], name: str, function: Callable[..., Any]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    if (
+        len(parameters) == 1
+        and parameters[0].name in ("msg", "message")
+        and parameters[0].annotation is inspect.Parameter.empty
+    ):
+        raise MessageTypeError(
+            f"{cls.__name__}.{name}({parameters[0].name}) looks like a handler but names no message: annotate its parameter with "
+            "the Message subclass that it handles"
+        )
+
+
+def _refuse_lookalikes(cls: type[Actor], table: dict[str, Handler]) -> None:
+    """Public methods that take a message which nothing handles: one that is not async, or has other parameters beside it."""
+    handled = {handler.kind for handler in table.values()}
+    for name, function in inspect.getmembers(cls, inspect.isfunction):
+        if name.startswith("_") or name in _LIFE:
+            continue
+        needed = [p for p in list(inspect.signature(function).parameters.values())[1:] if p.default is p.empty]
+        for parameter in needed:
+            kind = parameter.annotation
+            if isinstance(kind, str):
+                kind = getattr(function, "__globals__", {}).get(kind)
+            if not (isinstance(kind, type) and issubclass(kind, Message)) or kind in handled:
+                continue
+            if len(needed) > 1:
+                wrong = f"takes {len(needed)} parameters: a handler takes the message alone"
+            else:
+                wrong = "is not async: a handler is an `async def`"
+            raise MessageTypeError(
+                f"{cls.__name__}.{name} takes {kind.__name__}, which nothing here handles, and {wrong}"
+            )
 
 
 @cache

@@ -30,7 +30,7 @@ from dockyard_actors.runtime.errors import (
     UnknownName,
 )
 from dockyard_actors.runtime.failures import failure
-from dockyard_actors.runtime.message import Message, R, encoder, reply_decoder
+from dockyard_actors.runtime.message import Message, R, Stream, encoder, not_asked, reply_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.streams import Streaming
 from dockyard_actors.runtime.waits import PendingReply, PendingRoom, Wait, Waiting, no_room
@@ -95,6 +95,8 @@ class Caller:
     async def tell(self, ref: Ref, msg: Message[Any], deadline_s: float | None, wait: bool) -> None:
         self.system.counts.tells += 1
         kind = type(msg).__name__
+        if isinstance(msg, Stream):
+            raise not_asked(type(msg))
         scope = handled.get()
         trace = self._trace() if scope is None else scope.trace
         try:

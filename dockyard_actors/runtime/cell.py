@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 NEVER = float("inf")
+_NAMES_TOLD = 20  # to who sent something that is not understood
 _new = tuple.__new__  # half the cost of a named tuple's own constructor
 
 
@@ -138,7 +139,9 @@ class Cell:
             if message.kind == "Inspect" and type(message) is wire.Ask:
                 peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
             else:
-                text = f"{type(self.actor).__name__} has no handler for {message.kind}"
+                known = sorted(self.table)
+                known[_NAMES_TOLD:] = ["…"] if len(known) > _NAMES_TOLD else []
+                text = f"{type(self.actor).__name__} has no handler for {message.kind}; it handles {', '.join(known) or 'nothing'}"
                 service.refuse(peer, lane, message, wire.NOT_UNDERSTOOD, text)
         elif self.stopping:
             service.refuse(peer, lane, message, wire.STOPPED, f"{self.name} stopped")

@@ -77,9 +77,15 @@ def encode_hook(value: Any) -> Any:
             )
         header = msgspec.msgpack.encode(_ArrayHeader(value.dtype.str, value.shape))
         return msgspec.msgpack.Ext(_ARRAY_EXT, bytes((len(header),)) + header + np.ascontiguousarray(value).tobytes())
-    raise MessageTypeError(
-        f"{type(value).__name__} cannot go over the wire: use a struct, plain values or a numpy array"
-    )
+    raise MessageTypeError(f"{type(value).__name__} cannot go over the wire: {_instead(type(value))}")
+
+
+def _instead(kind: type) -> str:
+    if kind.__module__.split(".")[0] == "torch":
+        return "use tensor.numpy(), or the data plane for bulk"
+    if kind.__name__ == "Ref" and kind.__module__ == "dockyard_actors.runtime.ref":
+        return "send its name, the receiver makes a reference with ctx.ref(name)"
+    return "use a struct, plain values or a numpy array"
 
 
 class _ArrayHeader(msgspec.Struct, array_like=True):
@@ -120,8 +126,39 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 @cache
 def reply_decoder(kind: type[Message[Any]]) -> Callable[[Any], Any]:
-    """Decodes the body of a reply to this message type, or of an item of this stream."""
-    return decoder(reply_type(kind)).decode
+    """Decodes the body of a reply to this message type. MessageTypeError when it, or its reply, cannot travel, and for a stream."""
+    if issubclass(kind, Stream):
+        raise not_asked(kind)
+    decoder(kind)
+    return _reply(kind).decode
+
+
+@cache
+def item_decoder(kind: type[Stream[Any]]) -> Callable[[Any], Any]:
+    """Decodes an item of this stream. MessageTypeError when it, or its items, cannot travel."""
+    decoder(kind)
+    return _reply(kind).decode
+
+
+def check(kind: type[Message[Any]]) -> None:
+    """MessageTypeError when a message of this type, or what answers it, cannot go over the wire."""
+    decoder(kind)
+    _reply(kind)
+
+
+def _reply(kind: type[Message[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    try:
+        return decoder(reply_type(kind))
+    except MessageTypeError as error:
+        raise MessageTypeError(
+            f"{'item' if issubclass(kind, Stream) else 'reply'} of {kind.__name__}: {error}"
+        ) from error
+
+
+def not_asked(kind: type[Message[Any]]) -> MessageTypeError:
+    return MessageTypeError(
+        f"{kind.__name__} is a stream: it is read with `async with ref.stream(msg) as items`, and cannot be asked or told"
+    )
 
 
 def _refuse_number_lists(info: msgspec.inspect.Type, where: str, seen: set[type]) -> None:
@@ -136,6 +173,10 @@ def _refuse_number_lists(info: msgspec.inspect.Type, where: str, seen: set[type]
             seen.add(info.cls)
             for field in info.fields:
                 _refuse_number_lists(field.type, f"{info.cls.__name__}.{field.name}", seen)
+    elif isinstance(info, inspect.CustomType):
+        cls = typing.get_origin(info.cls) or info.cls
+        if cls is not np.ndarray:
+            raise TypeError(f"{where} is a {getattr(cls, '__name__', cls)}: {_instead(cls)}")
     elif isinstance(info, inspect.UnionType):
         for member in info.types:
             _refuse_number_lists(member, where, seen)

@@ -18,7 +18,7 @@ from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.deliveries import Delivery, Event, Key, Running, Stop, StreamCredit
 from dockyard_actors.runtime.errors import WireError
 from dockyard_actors.runtime.mailbox import Mailbox, Remembered
-from dockyard_actors.runtime.message import encoder
+from dockyard_actors.runtime.message import MessageTypeError, encoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.status import Times
 from dockyard_actors.transport.base import Lane, Peer, TransportError
@@ -343,6 +343,8 @@ class Service:
         assert type(message) is wire.Ask
         try:
             self._answer(item, encoder.encode(wire.Reply(message.id, wire.raw(value))))
+        except MessageTypeError as error:
+            self._raised(item, MessageTypeError(f"reply of {message.kind}: {error}"))
         except Exception as error:  # what the handler returned cannot travel
             self._raised(item, error)
 

@@ -16,7 +16,7 @@ from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime import routes
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import BadReply, OutcomeUnknown, StreamBroken, SystemClosed
-from dockyard_actors.runtime.message import I, Stream, decoder, encoder, item_type
+from dockyard_actors.runtime.message import I, Stream, encoder, item_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.waits import PendingItem, PendingRoom
 from dockyard_actors.transport.base import Lane, Peer
@@ -34,7 +34,7 @@ class Streaming(Generic[I]):
             raise ValueError(f"credit={credit}: a stream needs room for one item at least")
         self._caller, self._ref, self._msg, self._credit = caller, ref, msg, credit
         self._item_s = caller.system.config.ask_s if item_s is None else item_s
-        self._decode = decoder(item_type(type(msg))).decode
+        self._decode = item_decoder(type(msg))
         self._items: deque[msgspec.Raw] = deque()
         self._received = self._taken = 0
         self._end: BaseException | None = None  # StopAsyncIteration: it ended in order
@@ -86,6 +86,11 @@ class Streaming(Generic[I]):
             self._send(wire.Cancel(self._request, self._ref.name))
 
     def __aiter__(self) -> Streaming[I]:
+        if self._entry is None:
+            kind = type(self._msg).__name__
+            raise TypeError(
+                f"the stream {kind} is not open: `async with ref.stream({kind}(...)) as items:`, and in it `async for item in items:`"
+            )
         return self
 
     async def __anext__(self) -> I:

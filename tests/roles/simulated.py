@@ -207,9 +207,8 @@ class Agent(Actor):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def restart(self, msg: RestartProcess) -> m.Done:
+    async def restart(self, msg: RestartProcess) -> None:
         await self.world.kill(self.world.processes[msg.name])
-        return m.Done()
 
 
 class Run:

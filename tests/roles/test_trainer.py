@@ -65,9 +65,8 @@ class Agent(Actor):
     def __init__(self) -> None:
         self.restarted: list[tuple[str, str]] = []
 
-    async def restart(self, msg: RestartProcess) -> m.Done:
+    async def restart(self, msg: RestartProcess) -> None:
         self.restarted.append((msg.name, msg.cause))
-        return m.Done()
 
 
 class Training:

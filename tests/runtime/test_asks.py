@@ -135,11 +135,11 @@ async def test_messages_and_replies_of_the_wrong_kind_are_typed_errors(pair) -> 
     home, away = pair
     await home.start(Counter(), "c")
     await home.start(Liar(), "liar")
-    with pytest.raises(NotUnderstood, match="no handler for Unknown"):
+    with pytest.raises(NotUnderstood, match="no handler for Unknown; it handles Add, Block"):
         await away.ref("c").ask(Unknown(n=1))
     with pytest.raises(BadReply, match="reply type"):
         await away.ref("liar").ask(Lease(n=1))
-    with pytest.raises(RemoteError, match="cannot go over the wire"):
+    with pytest.raises(RemoteError, match="reply of Add: object cannot go over the wire"):
         await away.ref("liar").ask(Add())
     await away.ref("c").tell(Unknown(n=1))
     await eventually(lambda: away.stats().dead_letters == 1)

@@ -21,6 +21,7 @@ from dockyard_actors.runtime.message import (
     reply_decoder,
     reply_type,
 )
+from dockyard_actors.runtime.ref import Ref
 from tests.runtime.actors import Counter, Exhausted, Granted, Lease, Note, Scale, Waiter
 
 ids = st.integers(0, 2**63 - 1)
@@ -191,3 +192,91 @@ def test_remembered_replies_stay_bounded_and_a_running_ask_is_never_forgotten(
         assert table.seen(key) == b"%d" % request
         assert len(table) <= capacity + 1
     assert table.seen(("p", 999)) == Remembered.RUNNING
+
+
+class Ask(Message[int], frozen=True):
+    pass
+
+
+class Sync(Actor):
+    def ask(self, msg: Ask) -> int:
+        return 1
+
+
+class Two(Actor):
+    async def ask(self, msg: Ask, extra: int) -> int:
+        return extra
+
+
+class Bare(Actor):
+    async def ask(self, msg):
+        return 1
+
+
+class Contradicts(Actor):
+    async def ask(self, msg: Ask) -> str:
+        return ""
+
+
+class Optional(Actor):
+    async def ask(self, msg: Ask) -> int | None:
+        return None
+
+
+class HasHelpers(Actor):
+    async def ask(self, msg: Ask) -> int:
+        return self.really(msg, 1)
+
+    def really(self, msg: Ask, extra: int) -> int:
+        return extra
+
+    async def wait(self, seconds) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("actor", "text"),
+    [
+        (Sync, r"Sync\.ask takes Ask, which nothing here handles, and is not async"),
+        (Two, r"Two\.ask takes Ask, which nothing here handles, and takes 2 parameters"),
+        (Bare, r"Bare\.ask\(msg\) looks like a handler but names no message"),
+        (Contradicts, r"Contradicts\.ask returns str, but the reply of Ask is int"),
+        (Optional, r"Optional\.ask returns NoneType, but the reply of Ask is int"),
+    ],
+)
+def test_methods_that_were_meant_to_handle_something_are_found_when_the_actor_starts(
+    actor: type[Actor], text: str
+) -> None:
+    with pytest.raises(MessageTypeError, match=text):
+        handlers_of(actor)
+
+
+def test_helpers_that_take_a_message_are_no_mistake() -> None:
+    assert list(handlers_of(HasHelpers)) == ["Ask"]
+
+
+class CarriesRef(Message[None], frozen=True):
+    to: Ref
+
+
+class RepliesRef(Message[Ref], frozen=True):
+    pass
+
+
+class Parameter:
+    pass
+
+
+Parameter.__module__ = "torch.nn.parameter"
+
+
+class RepliesTensor(Message[tuple[Parameter, ...]], frozen=True):
+    pass
+
+
+def test_what_cannot_travel_is_named_with_its_message_and_the_way_out() -> None:
+    with pytest.raises(MessageTypeError, match=r"CarriesRef\.to is a Ref: send its name"):
+        reply_decoder(CarriesRef)
+    with pytest.raises(MessageTypeError, match=r"reply of RepliesRef: .*Ref: send its name"):
+        reply_decoder(RepliesRef)
+    with pytest.raises(MessageTypeError, match=r"reply of RepliesTensor: .*Parameter: use tensor\.numpy\(\)"):
+        reply_decoder(RepliesTensor)

@@ -173,12 +173,6 @@ async def test_a_missing_item_is_noticed(pair) -> None:
             await anext(lines)
 
 
-async def test_a_stream_can_be_neither_asked_nor_told(pair) -> None:
-    _, away, _ = pair
-    with pytest.raises(RemoteError, match=r"read it with ref.stream"):
-        await away.ref("printer").ask(Lines(count=1))
-
-
 async def test_a_handler_of_a_stream_is_a_generator_and_no_other_is() -> None:
     class Plain(Actor):
         async def lines(self, msg: Lines) -> None: ...
@@ -196,3 +190,18 @@ async def test_a_stream_needs_credit(pair) -> None:
     _, away, _ = pair
     with pytest.raises(ValueError, match="credit=0"):
         away.ref("printer").stream(Lines(count=1), credit=0)
+
+
+async def test_a_stream_is_neither_asked_nor_told_nor_read_outside_of_its_block(pair) -> None:
+    home, away, _ = pair
+    ref = away.ref("printer")
+    with pytest.raises(MessageTypeError, match="Lines is a stream"):
+        await ref.ask(Lines(count=3))
+    with pytest.raises(MessageTypeError, match="Lines is a stream"):
+        await ref.tell(Lines(count=3))
+    with pytest.raises(TypeError, match=r"async with ref\.stream\(Lines"):
+        async for _ in ref.stream(Lines(count=3)):
+            pass
+    assert home.stats().handler_errors == 0
+    assert await ref.ask(Total()) == 0
+    assert list(home.status().actors["printer"].handlers) == ["Total"], "nothing else was sent"
