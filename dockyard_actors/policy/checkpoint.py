@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils.logging import disable_progress_bar
 
+from dockyard_actors.runtime.errors import PermanentError
+
 if TYPE_CHECKING:
     from dockyard_actors.policy.policy import Policy
 
@@ -27,10 +29,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 COUNTERS = ("step", "version", "skipped_steps", "optimizer_steps")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(PermanentError, RuntimeError):
     """The checkpoint cannot be read or does not fit; names the file and the way out."""
-
-    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
 
 
 def save(policy: Policy, directory: Path) -> None:

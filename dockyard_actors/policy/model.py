@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dockyard_actors.policy.smollm2 import smollm2_directory
 from dockyard_actors.policy.tiny import tiny_config, tiny_tokenizer
+from dockyard_actors.runtime.errors import PermanentError
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Progress = Callable[[str], None]
 
 
-class ModelSourceError(ValueError):
+class ModelSourceError(PermanentError, ValueError):
     """The model source cannot be opened: names the source, the reason and the way out."""
-
-    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
 
 
 def load_tokenizer(source: str, progress: Progress = logger.info) -> PreTrainedTokenizerBase:

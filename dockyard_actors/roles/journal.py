@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import xxhash
 
+from dockyard_actors.runtime.errors import PermanentError
+
 log = logging.getLogger(__name__)
 
 E = TypeVar("E")
@@ -25,10 +27,8 @@ MAX_RECORD_BYTES = 16 << 20
 FIRST_RECORD_BYTES = 1024  # more than the first event of a run takes: only so much can be a torn first record
 
 
-class JournalDamaged(RuntimeError):
+class JournalDamaged(PermanentError, RuntimeError):
     """A record in the middle of the journal does not read back: the file was edited or the disk is failing."""
-
-    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
 
 
 def _scan(raw: bytes, path: Path, decoder: msgspec.msgpack.Decoder[E]) -> tuple[list[E], int]:

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class ActorError(Exception):
-    """Base of everything the runtime raises."""
+    """Base of what asks, tells, streams and starts raise when something is wrong with the other side or on the way to it.
+
+    Not of it: `MessageTypeError` (a TypeError: the program is wrong), ValueError for settings and arguments, and the transport's
+    TransportError (keys, addresses, sockets) when an actor system or a node agent is opened.
+    """
 
 
 class AskTimeout(ActorError, TimeoutError):
@@ -99,6 +103,11 @@ class ProtocolRefused(ActorError):
 
 class ActorCrashed(ActorError):
     """An actor's own task or its start failed, which ends its process. The cause is chained."""
+
+
+class PermanentError(Exception):
+    """Base of errors that no restart can help against (damaged data, a missing file): the process that crashes of one fails for good
+    at once. Of any other base as well: ``class TaskFileError(PermanentError, ValueError)``."""
 
 
 class RunFailed(ActorError):

@@ -22,6 +22,7 @@ import uvloop
 
 from dockyard_actors.runtime import guard, leash
 from dockyard_actors.runtime.config import SystemConfig
+from dockyard_actors.runtime.errors import PermanentError
 from dockyard_actors.runtime.status import CRASH_CODE, StopRequest
 from dockyard_actors.runtime.system import ActorSystem
 
@@ -66,7 +67,7 @@ class Cause(msgspec.Struct, frozen=True):
     where: str
     error: str
     traceback: str
-    permanent: bool = False  # the exception says `permanent = True`: what is wrong is still wrong after a restart
+    permanent: bool = False  # a PermanentError: what is wrong is still wrong after a restart
 
 
 def read_bootstrap() -> Bootstrap:
@@ -142,7 +143,7 @@ def _leave(bootstrap: Bootstrap, stop: StopRequest) -> NoReturn:
     error = stop.cause
     assert error is not None
     text = "".join(traceback.format_exception(error))
-    cause = Cause(stop.reason, f"{type(error).__name__}: {error}", text, getattr(error, "permanent", False))
+    cause = Cause(stop.reason, f"{type(error).__name__}: {error}", text, isinstance(error, PermanentError))
     path = cause_path(bootstrap.socket_dir)
     partial = path.with_suffix(".part")
     partial.write_bytes(msgspec.json.encode(cause))

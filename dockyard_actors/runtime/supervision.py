@@ -19,8 +19,8 @@ class RestartPolicy:
     """More than ``max_restarts`` crashes within ``window_s`` seconds are a failure for good.
 
     The n-th restart within the window waits ``backoff_s * 2**(n-1)`` seconds, at most ``backoff_max_s``, and up to the share ``jitter`` of it
-    longer or shorter, so that processes that died together do not come back together. A crash whose exception has the attribute
-    ``permanent`` (damaged data, a missing file: no restart can fix it) is a failure for good at once.
+    longer or shorter, so that processes that died together do not come back together. A crash of a `PermanentError` (damaged data, a
+    missing file: no restart can fix it) is a failure for good at once.
     """
 
     max_restarts: int = 5

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from dockyard_actors.runtime.errors import PermanentError
 from dockyard_actors.tasks import pycheck, repair
 from dockyard_actors.tasks.answer import MalformedAnswer, build_program
 from dockyard_actors.tasks.types import Task, TaskSet
@@ -28,10 +29,8 @@ _SHOWN_VALUE = 80
 """Characters of an offending value that an error shows."""
 
 
-class TaskFileError(ValueError):
+class TaskFileError(PermanentError, ValueError):
     """A task source cannot be used. Attributes: `source`, `line` (from 1, or None), `field` (or None), `reason`, `remedy`."""
-
-    permanent = True  # a restart would find the same (see `runtime.supervision.RestartPolicy`)
 
     def __init__(
         self, source: str, reason: str, remedy: str, *, line: int | None = None, field: str | None = None

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import time
 
+from dockyard_actors.runtime.errors import PermanentError
 from dockyard_actors.runtime.guard import guard
 from dockyard_actors.runtime.process import main_process
 from dockyard_actors.runtime.system import ActorSystem
 from tests.runtime.actors import Waiter
 
 
-class Hopeless(RuntimeError):
-    permanent = True
+class Hopeless(PermanentError):
+    pass
 
 
 async def build(system: ActorSystem) -> None:

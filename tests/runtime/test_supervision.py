@@ -13,6 +13,7 @@ from dockyard_actors.policy.checkpoint import CheckpointError
 from dockyard_actors.policy.model import ModelSourceError
 from dockyard_actors.roles.journal import JournalDamaged
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
+from dockyard_actors.runtime.errors import PermanentError
 from dockyard_actors.runtime.supervision import ProcessSpec, RestartPolicy
 from dockyard_actors.tasks.dataset import TaskFileError
 
@@ -43,4 +44,4 @@ async def test_what_no_restart_can_fix_fails_at_once_with_its_cause(tmp_path: Pa
 
 @pytest.mark.parametrize("error", [CheckpointError, ModelSourceError, JournalDamaged, TaskFileError])
 def test_damaged_or_missing_data_is_such_a_thing(error: type[Exception]) -> None:
-    assert getattr(error, "permanent", False) is True
+    assert issubclass(error, PermanentError)
