@@ -73,6 +73,11 @@ class ActorContext:
         self.system, self.name, self.incarnation = system, name, incarnation
         self._cell = cell
 
+    @property
+    def running(self) -> bool:
+        """Whether the actor is served under this name (still)."""
+        return self.system.cells.get(self.name) is self._cell and not self.system.closing
+
     def ref(self, name: str) -> Ref:
         """A reference whose asks show this actor as their owner."""
         return self.system.ref(name, owner=self.name)

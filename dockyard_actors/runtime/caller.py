@@ -33,7 +33,7 @@ from dockyard_actors.runtime.failures import failure
 from dockyard_actors.runtime.message import Message, R, Stream, encoder, not_asked, reply_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.streams import Streaming
-from dockyard_actors.runtime.waits import PendingReply, PendingRoom, Wait, Waiting, no_room
+from dockyard_actors.runtime.waits import LONGEST_S, PendingReply, PendingRoom, Wait, Waiting, endless, no_room
 from dockyard_actors.runtime.windows import Outlet, Window
 from dockyard_actors.transport.base import Lane, Peer
 
@@ -68,6 +68,8 @@ class Caller:
         kind = type(msg)
         decode = reply_decoder(kind)
         self.system.counts.asks += 1
+        if deadline_s is not None and not deadline_s < LONGEST_S:
+            raise endless(deadline_s)
         now, scope = self.loop.time(), handled.get()
         deadline = now + (self.system.config.ask_s if deadline_s is None else deadline_s)
         if scope is None:
@@ -97,6 +99,8 @@ class Caller:
         kind = type(msg).__name__
         if isinstance(msg, Stream):
             raise not_asked(type(msg))
+        if deadline_s is not None and not deadline_s < LONGEST_S:
+            raise endless(deadline_s)
         scope = handled.get()
         trace = self._trace() if scope is None else scope.trace
         try:
@@ -203,6 +207,8 @@ class Caller:
 
     def scoped(self, seconds: float) -> tuple[float, int]:
         """(deadline, trace) of something that may take ``seconds``, within what the running handler has left."""
+        if not seconds < LONGEST_S:
+            raise endless(seconds)
         deadline = self.loop.time() + seconds
         scope = handled.get()
         if scope is None:

@@ -339,6 +339,11 @@ class Child:
         tail = _tail(self.log_path)
         ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         if self._kill_reason:
+            if code in (
+                -signal.SIGUSR1,
+                -signal.SIGKILL,
+            ):  # ours, whichever came first: one that has no handler yet dies of the first
+                ended = "killed"
             return _End(code, f"{self._kill_reason} ({ended})", tail=tail)
         with contextlib.suppress(FileNotFoundError):  # only a crash of the actor system leaves one
             told = msgspec.json.decode(cause_path(self.socket_dir).read_bytes(), type=Cause)

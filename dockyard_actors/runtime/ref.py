@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dockyard_actors.runtime import routes
 from dockyard_actors.runtime.errors import ActorError, AskTimeout, MailboxFull
 from dockyard_actors.runtime.message import I, Message, R, Stream
 from dockyard_actors.runtime.streams import Streaming
@@ -71,6 +72,13 @@ class Ref:
         """
         return self._caller.ask(self, msg, deadline_s, retry, wait)
 
+    def ready(self, deadline_s: float | None = None) -> Coroutine[Any, Any, Ref]:
+        """Waits until an actor of this name is registered and returns this reference: ``ref = await system.ref("it").ready(60)``.
+
+        Raises AskTimeout, and PeerDied at once when its process is known not to come back.
+        """
+        return _ready(self, deadline_s)
+
     def tell(
         self, msg: Message[Any], *, deadline_s: float | None = None, wait: bool = True
     ) -> Coroutine[Any, Any, None]:
@@ -85,6 +93,13 @@ class Ref:
         """``async with ref.stream(msg) as items: async for item in items``. ``deadline_s``: longest wait for one item (default
         `SystemConfig.ask_s`). ``credit``: items that may be on their way or unread. Errors as of `ask`, and StreamBroken."""
         return Streaming(self._caller, self, msg, deadline_s, credit)
+
+
+async def _ready(ref: Ref, deadline_s: float | None) -> Ref:
+    caller = ref._caller
+    deadline, _ = caller.scoped(caller.system.config.ask_s if deadline_s is None else deadline_s)
+    await routes.ready(caller, ref, deadline)
+    return ref
 
 
 async def collect(

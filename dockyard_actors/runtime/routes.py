@@ -40,6 +40,21 @@ async def resolve(caller: Caller, ref: Ref, deadline: float) -> Entry:
     return _meant(ref, known)
 
 
+async def ready(caller: Caller, ref: Ref, deadline: float) -> None:
+    """Waits until a living incarnation that ``ref`` means is registered. Raises AskTimeout, PeerDied, StaleIncarnation."""
+    directory = caller.system.directory
+    with caller.waiting(ref.owner, ref.name, "", "start", deadline):
+        try:
+            entry = await directory.wait_alive(ref.name, 0, deadline)
+        except TimeoutError:
+            raise _in_vain(caller, f"{ref.owner} waited for {ref.name}", ref, 0) from None
+    if entry is None:
+        raise PeerDied(
+            f"{ref.owner} waited for {ref.name}, which is dead and is not started again: {directory.over(ref.name)}"
+        )
+    _meant(ref, entry)
+
+
 async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, trace: int) -> msgspec.Raw:
     """Asks until the deadline, over any number of incarnations, always under one request id."""
     system = caller.system
@@ -55,7 +70,9 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
                 try:
                     entry = await system.directory.wait_alive(ref.name, after, deadline)
                 except TimeoutError:
-                    raise _in_vain(caller, ref, kind, after) from last
+                    raise _in_vain(
+                        caller, f"{ref.owner} asked {ref.name} for {kind} and waited for it", ref, after
+                    ) from last
             if entry is None:
                 text = f"{ref.owner} asked {ref.name} for {kind}, which is dead and is not started again"
                 over = system.directory.over(ref.name)
@@ -79,11 +96,11 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
                 raise AskTimeout(f"{ref.owner} asked {ref.name} for {kind} again and again in vain: {error}") from error
 
 
-def _in_vain(caller: Caller, ref: Ref, kind: str, after: int) -> AskTimeout:
-    state = f"its next incarnation (after #{after})" if after else "it to be registered"
+def _in_vain(caller: Caller, told: str, ref: Ref, after: int) -> AskTimeout:
+    again = f" again (after #{after})" if after else ""
     known = caller.system.directory.entries.get(ref.name)
     died = f"; #{known.incarnation} died: {known.cause}" if known is not None and not known.alive else ""
-    return AskTimeout(f"{ref.owner} asked {ref.name} for {kind} and waited for {state} in vain{died}")
+    return AskTimeout(f"{told} to be registered{again} in vain{died}")
 
 
 def _meant(ref: Ref, entry: Entry) -> Entry:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -30,7 +31,7 @@ from dockyard_actors.runtime.cell import Cell
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
 from dockyard_actors.runtime.directory import Directory, Entry, Gone, ProcessRecord, died
-from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown
+from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown, SystemClosed
 from dockyard_actors.runtime.membership import Membership, enrol
 from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.reception import Reception
@@ -98,6 +99,15 @@ class ActorSystem:
 
     # ------------------------------------------------------------------ opening
 
+    if not TYPE_CHECKING:  # a type checker is to go on seeing which attributes there are
+
+        def __getattr__(self, name: str) -> object:
+            if name in ("caller", "loop", "transport", "_reception", "_stop"):
+                raise SystemClosed(
+                    "this actor system is not open: `async with ActorSystem(...) as system:`, and in it what needs it"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     async def __aenter__(self) -> ActorSystem:
         self.loop = asyncio.get_running_loop()
         self._stop: asyncio.Future[StopRequest] = self.loop.create_future()
@@ -156,9 +166,12 @@ class ActorSystem:
 
         ``meta`` is kept by the registry beside pid, host and agent and is seen by everyone.
         """
+        self._refuse(actor, name)
         table = handlers_of(type(actor))
         if name in self.cells or name in self._reception.early:
-            raise NameTaken(f"{self.config.name} runs an actor called {name!r} already")
+            raise NameTaken(
+                f"{self.config.name} runs an actor called {name!r} already: stop it first, or choose another name"
+            )
         urgent = urgent_of(type(actor))
         register = Register(
             name=name,
@@ -200,6 +213,16 @@ class ActorSystem:
             raise
         cell.serve()
         return self.ref(name)
+
+    def _refuse(self, actor: Actor, name: str) -> None:
+        if not isinstance(actor, Actor):
+            given = f"the class {actor.__name__}" if isinstance(actor, type) else f"a {type(actor).__name__}"
+            raise TypeError(f"start({name!r}) takes an instance of an Actor's subclass, not {given}")
+        before = getattr(actor, "ctx", None)
+        if before is not None and before.running:
+            raise ValueError(
+                f"this {type(actor).__name__} runs as {before.name!r} already and cannot be {name!r} as well: start another instance"
+            )
 
     async def stop(self, name: str, cause: str = "stopped") -> None:
         """Stops one actor in order: refuses what waits, lets the handler at work end, runs `on_stop`."""
@@ -301,6 +324,10 @@ class ActorSystem:
             shutil.rmtree(self._own_dir, ignore_errors=True)
 
     # ------------------------------------------------------------------ views
+
+    @property
+    def closing(self) -> bool:
+        return self._closing
 
     @property
     def primary(self) -> ProcessRecord:

@@ -12,6 +12,12 @@ from dockyard_actors.runtime.deadlines import Expires
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import ActorError, AskTimeout, MailboxFull
 
+LONGEST_S = 1e9  # some thirty years: a timer takes no more
+
+
+def endless(seconds: float) -> ValueError:
+    return ValueError(f"deadline_s={seconds}: every wait has a deadline, in seconds and below {LONGEST_S:g}")
+
 
 class Wait(msgspec.Struct, frozen=True):
     """Somebody waits for somebody: who, for whom, for what, how long already, and how long at most from its start (seconds)."""
