@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dockyard_actors import runtime
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dockyard_actors"
 MIDDLE = {"algorithms", "policy", "engines", "tasks", "sandbox", "observe"}
@@ -76,4 +78,16 @@ def test_the_executor_knows_nothing_of_the_rest() -> None:
 )
 def test_light_processes_never_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_the_runtimes_public_names_are_found_in_their_modules_and_loaded_when_used() -> None:
+    for name in runtime.__all__:
+        assert getattr(runtime, name).__name__ == name
+    tree = ast.parse(Path(runtime.__file__).read_text())
+    typed = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed - {"annotations", "TYPE_CHECKING"} == set(runtime.__all__), "what type checkers see is what there is"
+    with pytest.raises(AttributeError, match="no_such_name"):
+        runtime.no_such_name  # noqa: B018
+    code = "import sys, dockyard_actors.runtime.errors; sys.exit('zmq' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
