@@ -99,6 +99,12 @@ class Directory:
             return ""
         return self.ended.get(lineage(entry.meta.get("agent", ""), entry.meta.get("process", "")), "")
 
+    def ended_process(self, name: str) -> str:
+        """Why a process of this name, under whichever agent, is not started again; empty when none is known."""
+        return next(
+            (cause for key, cause in self.ended.items() if cause and key == lineage(key.split("/")[0], name)), ""
+        )
+
     def _wake(self, name: str) -> None:
         for waiter in self._waiters.pop(name, ()):
             if not waiter.done():

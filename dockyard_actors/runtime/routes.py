@@ -99,7 +99,11 @@ async def persist(caller: Caller, ref: Ref, msg: Message[Any], deadline: float, 
 def _in_vain(caller: Caller, told: str, ref: Ref, after: int) -> AskTimeout:
     again = f" again (after #{after})" if after else ""
     known = caller.system.directory.entries.get(ref.name)
-    died = f"; #{known.incarnation} died: {known.cause}" if known is not None and not known.alive else ""
+    if known is None:
+        why = caller.system.directory.ended_process(ref.name)
+        died = f"; a process of this name is not started again: {why}" if why else ""
+    else:
+        died = "" if known.alive else f"; #{known.incarnation} died: {known.cause}"
     return AskTimeout(f"{told} to be registered{again} in vain{died}")
 
 

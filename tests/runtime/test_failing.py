@@ -123,3 +123,14 @@ async def test_it_is_heard_in_other_processes_and_of_those_under_other_agents(tm
         ) as late:
             with pytest.raises(PeerDied, match="it was stopped"):
                 await late.ref("c").ask(Total(), retry=True, deadline_s=10 * UP_S)
+
+
+async def test_a_process_that_failed_before_it_registered_a_name_is_named_to_who_asked_for_it(tmp_path: Path) -> None:
+    async with asyncio.timeout(UP_S), NodeAgent(AgentConfig(raise_failures=False)) as agent:
+        await agent.spawn(role("c", tmp_path, "hopeless"))
+        await agent.wait_exited("c")
+        await agent.wait_failed()
+        with pytest.raises(
+            AskTimeout, match=r"a process of this name is not started again: it failed for good .*Hopeless"
+        ):
+            await agent.system.ref("c").ready(0.05)
