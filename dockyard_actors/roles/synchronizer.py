@@ -120,7 +120,7 @@ class WeightSynchronizer:
         ref = self._ctx.ref(name)
         if (host := ref.host) is None and name not in self._choices:
             with contextlib.suppress(ActorError):  # it never came: nobody asks it, and it is left out
-                host = await ref.located(deadline_s=max(until - loop.time(), 0.0))
+                host = (await ref.ready(max(until - loop.time(), 0.001))).host
         if host is None:
             return
         choice = choose(self._transport, name, host, ref.here)
@@ -232,8 +232,8 @@ class WeightSynchronizer:
     async def _back(self, names: list[str], until: float) -> list[str]:
         """Those who are up, as soon as there is one; none at the deadline."""
         loop = asyncio.get_running_loop()
-        seconds = max(until - loop.time(), 0.0)
-        coming = [asyncio.ensure_future(self._ctx.ref(name).located(deadline_s=seconds)) for name in names]
+        seconds = max(until - loop.time(), 0.001)
+        coming = [asyncio.ensure_future(self._ctx.ref(name).ready(seconds)) for name in names]
         try:
             while coming and not [name for name in names if self._ctx.ref(name).host is not None]:
                 await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)

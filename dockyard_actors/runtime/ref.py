@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dockyard_actors.runtime import routes
-from dockyard_actors.runtime.errors import ActorError, AskTimeout, MailboxFull
+from dockyard_actors.runtime.errors import ActorError, MailboxFull
 from dockyard_actors.runtime.message import I, Message, R, Stream
 from dockyard_actors.runtime.streams import Streaming
 
@@ -41,19 +41,6 @@ class Ref:
     def here(self) -> str:
         """Id of the host of the process that holds this reference."""
         return self._caller.system.transport.address.host
-
-    async def located(self, *, deadline_s: float) -> str:
-        """`host`, waiting until somebody serves the name. Raises AskTimeout."""
-        caller = self._caller
-        deadline = caller.loop.time() + deadline_s
-        with caller.waiting(self.owner, self.name, "its host", "start", deadline):
-            try:
-                entry = await caller.system.directory.wait_alive(self.name, 0, deadline)
-            except TimeoutError:
-                raise AskTimeout(
-                    f"{self.owner} waited {deadline_s:g} s for {self.name} to be registered anywhere, in vain"
-                ) from None
-        return entry.address.host
 
     def ask(
         self, msg: Message[R], *, deadline_s: float | None = None, retry: bool = False, wait: bool = True
