@@ -88,6 +88,7 @@ class ActorSystem:
         self._is_agent = is_agent
         self.cells: dict[str, Cell] = {}
         self._watchers: dict[str, dict[Cell, None]] = {}  # by name, in the order in which they are told
+        self._starting: dict[str, Actor] = {}  # those whose names are being registered
         self._full: set[Service] = set()
         self._dead_letters: deque[DeadLetter] = deque(maxlen=DEAD_LETTERS)
         self._own_dir: Path | None = None
@@ -182,11 +183,14 @@ class ActorSystem:
             meta=self._meta(meta),
         )
         self._reception.expect(name)  # the first messages may overtake the registry's answer: another connection
+        self._starting[name] = actor
         try:
             reply = await enrol(self, register)
         except BaseException:
             self._reception.give_up(name)
             raise
+        finally:
+            del self._starting[name]
         if not isinstance(reply, Registered):
             self._reception.give_up(name)
             raise NameTaken(f"cannot register {name!r}: {reply.reason}")
@@ -219,9 +223,11 @@ class ActorSystem:
             given = f"the class {actor.__name__}" if isinstance(actor, type) else f"a {type(actor).__name__}"
             raise TypeError(f"start({name!r}) takes an instance of an Actor's subclass, not {given}")
         before = getattr(actor, "ctx", None)
-        if before is not None and before.running:
+        known = [before.name] if before is not None and before.running else []
+        known += [other for other, starting in self._starting.items() if starting is actor]
+        if known:
             raise ValueError(
-                f"this {type(actor).__name__} runs as {before.name!r} already and cannot be {name!r} as well: start another instance"
+                f"this {type(actor).__name__} runs as {known[0]!r} already and cannot be {name!r} as well: start another instance"
             )
 
     async def stop(self, name: str, cause: str = "stopped") -> None:

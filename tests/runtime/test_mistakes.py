@@ -47,6 +47,9 @@ async def test_one_instance_has_one_name_while_it_runs(system: ActorSystem) -> N
     assert await ref.ask(Add()) == 1
     await system.stop("one")
     assert await (await system.start(actor, "two")).ask(Add()) == 2
+    other = Counter()
+    outcomes = await asyncio.gather(*(system.start(other, name) for name in ("a", "b")), return_exceptions=True)
+    assert [type(outcome).__name__ for outcome in outcomes] == ["Ref", "ValueError"]
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e12])
