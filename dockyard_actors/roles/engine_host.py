@@ -69,7 +69,11 @@ class EngineHost(Actor):
         """Decoding pauses as weight_sync.pause says and goes on only with weights that proved right. Raises OlderWeights,
         WeightsMismatch and DataPlaneError with nothing changed; TornWeights, UnloadableWeights and SuspectWeights (the canary) leave
         decoding paused."""
-        applied = await self.driver.update(lambda: self._apply(msg), self.config.weight_sync.pause)
+        try:
+            applied = await self.driver.update(lambda: self._apply(msg), self.config.weight_sync.pause)
+        except Exception as error:
+            await asyncio.to_thread(self.weights.decline, msg.offer, str(error))
+            raise
         self.proven = max(self.proven, applied.version)
         self.fresher.set()
         self.fresher = asyncio.Event()

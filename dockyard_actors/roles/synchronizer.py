@@ -21,7 +21,7 @@ from dockyard_actors.runtime.actor import ActorContext
 from dockyard_actors.runtime.errors import ActorError, PeerDied
 from dockyard_actors.transport.tensors import DataPlaneError
 from dockyard_actors.transport.weights_collective import CollectiveError
-from dockyard_actors.transport.weights_lines import decline
+from dockyard_actors.transport.weights_lines import excuse
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class WeightSynchronizer:
             and isinstance(answer := asking.result(), Exception)
             and isinstance(offer, Invitation)
         ):
-            asyncio.get_running_loop().run_in_executor(None, decline, offer.meeting, str(answer))
+            asyncio.get_running_loop().run_in_executor(None, excuse, offer.meeting, str(answer))
 
     def _if_live(self, function: Callable[..., Any], *args: object) -> Any:
         """In the compute thread. Training may have begun since the version was prepared."""

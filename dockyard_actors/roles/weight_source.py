@@ -17,7 +17,7 @@ from dockyard_actors.engines.base import WeightArrays
 from dockyard_actors.roles.messages import Invitation, Offer
 from dockyard_actors.transport.blocks import Fields
 from dockyard_actors.transport.tensors import ChecksumError, DataPlaneError, checksum
-from dockyard_actors.transport.weights_collective import CollectiveReceiver
+from dockyard_actors.transport.weights_collective import CollectiveError, CollectiveReceiver
 from dockyard_actors.transport.weights_shm import WeightManifest, WeightReader, WeightRef
 
 
@@ -92,6 +92,12 @@ class WeightSource:
             manifest = self._reader.manifest(offer)
             with self._reader.open(offer) as views:
                 yield Mapped(offer, manifest, views)
+
+    def decline(self, offer: Offer, reason: str) -> None:
+        """Tells who waits for this engine at a meeting that it does not come. Not while the offer is open."""
+        if isinstance(offer, Invitation):
+            with contextlib.suppress(CollectiveError):  # nobody waits any more
+                self._receiver.decline(offer.meeting, reason)
 
     def close(self) -> None:
         """Leaves the group of engines that it met. Idempotent."""

@@ -111,8 +111,7 @@ class CollectiveSender:
         has taken every byte. Returns the xxh3_64 of each entry as it was sent, in the manifest's order.
 
         Raises CollectiveError within the timeout, whatever the engines do: an engine that has taken everything by then keeps it and ends
-        well, the others end in an error too. Raises WrongEntries (and what iterating `entries` raises) with the
-        group gone as well.
+        well, the others end in an error too. Raises WrongEntries, and what iterating `entries` raises, with the group gone as well.
         """
         if not self._meetings:
             raise ValueError("nobody was told to meet: call meet() first, and again after an error")
@@ -234,26 +233,46 @@ class CollectiveReceiver:
             self._leave("it was left early" if isinstance(error, GeneratorExit) else repr(error))
             raise
 
+    def decline(self, meeting: Meeting, reason: str) -> None:
+        """Take no part: the trainer's delivery ends at once, for this reason, instead of waiting for this engine. Raises CollectiveError
+        when the trainer cannot be told."""
+        work = _Attempt(-1, meeting.timeout_s)
+        try:
+            self._knock(meeting, work.until)
+        except LineError as error:
+            failed = work.failed(error, [TRAINER], self._group)
+            self._leave(str(failed), own=False)
+            raise failed from error
+        self._leave(reason)
+
     def close(self) -> None:
         """Leave the group. Idempotent."""
         self._leave("the engine ends")
 
     def _meet(self, meeting: Meeting, work: _Attempt) -> Group:
-        if self._group is None or self._epoch != meeting.epoch:
-            self._leave("it was told to meet elsewhere")
-            work.phase = "the meeting"
-            try:
-                sock = socket.create_connection((meeting.host, meeting.port), timeout=work.left())
-            except OSError as error:
-                raise LineError([TRAINER], f"{meeting.host}:{meeting.port} cannot be reached: {error}") from error
-            self._group = Group(meeting.backend, meeting.rank, [Line(sock, TRAINER)])
-            self._epoch = meeting.epoch
-            (line,) = self._group.lines
-            line.send(Hello(meeting.epoch, meeting.rank), work.until)
+        work.phase = "the meeting"
+        group, is_new = self._knock(meeting, work.until)
+        if is_new:
+            (line,) = group.lines
             welcome = line.receive(Welcome, work.until, "the welcome")
             work.phase = "making the group"
-            self._group.join(meeting.host, meeting.epoch, welcome.store_port, work.until, meeting.world)
-        return self._group
+            group.join(meeting.host, meeting.epoch, welcome.store_port, work.until, meeting.world)
+        return group
+
+    def _knock(self, meeting: Meeting, until: float) -> tuple[Group, bool]:
+        """The group that is met, and whether it has to be made yet. Raises LineError."""
+        if self._group is not None and self._epoch == meeting.epoch:
+            return self._group, False
+        self._leave("it was told to meet elsewhere")
+        try:
+            left_s = max(until - time.monotonic(), 1e-3)
+            sock = socket.create_connection((meeting.host, meeting.port), timeout=left_s)
+        except OSError as error:
+            raise LineError([TRAINER], f"{meeting.host}:{meeting.port} cannot be reached: {error}") from error
+        self._group = Group(meeting.backend, meeting.rank, [Line(sock, TRAINER)])
+        self._epoch = meeting.epoch
+        self._group.lines[0].send(Hello(meeting.epoch, meeting.rank), until)
+        return self._group, True
 
     def _leave(self, reason: str, *, own: bool = True) -> None:
         group, self._group = self._group, None
@@ -280,9 +299,6 @@ class _Attempt:
         self.refused = False  # by this side, for a reason of its own
         self._began = time.monotonic()
         self.until = self._began + timeout_s
-
-    def left(self) -> float:
-        return max(self.until - time.monotonic(), 1e-3)
 
     def failed(self, error: Exception, others: Sequence[str], group: Group | None) -> CollectiveError:
         """The line, when it knows, says better what happened than the process group does."""

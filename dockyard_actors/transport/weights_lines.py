@@ -122,7 +122,7 @@ class Line:
         self.limit = limit
         self._buffer = bytearray()
         self._said: deque[Said] = deque()  # and not taken yet
-        self._lost: LineError | None = None  # why nothing more will be said
+        self._lost: tuple[str, bool] | None = None  # why nothing more will be said, and whether that is its own fault
 
     def send(self, message: Said, until: float) -> None:
         """Raises LineError when it is not on its way at `until` (of time.monotonic())."""
@@ -139,14 +139,14 @@ class Line:
         self._read()
         if self._said:
             return self._said.popleft()
-        if self._lost is not None:
-            raise self._lost
+        if (error := self._error()) is not None:
+            raise error
         return None
 
     def wrong(self) -> LineError | None:
         """Whether it gave up or is gone, as far as is known now. Takes no message. Who has taken everything may go."""
         self._read()
-        return None if any(isinstance(message, Taken) for message in self._said) else self._lost
+        return None if any(isinstance(message, Taken) for message in self._said) else self._error()
 
     @property
     def is_open(self) -> bool:
@@ -193,7 +193,12 @@ class Line:
         return None
 
     def _lose(self, why: str, *, own: bool = True) -> None:
-        self._lost = LineError([self.who], f"{self.who} {why}", own=own)
+        self._lost = why, own
+
+    def _error(self) -> LineError | None:
+        if self._lost is None:
+            return None
+        return LineError([self.who], f"{self.who} {self._lost[0]}", own=self._lost[1])
 
 
 def _left(until: float) -> float:
@@ -345,8 +350,9 @@ def _send_away(line: Line, selector: selectors.BaseSelector, strangers: list[Lin
     line.close()
 
 
-def decline(meeting: Meeting, reason: str) -> None:
-    """Says in the stead of an engine that it will not come, so that nobody waits for it. Nothing happens when the meeting is over."""
+def excuse(meeting: Meeting, reason: str) -> None:
+    """Says in the stead of an engine that cannot come any more that it will not, so that nobody waits for it at the door. Nothing happens
+    when the door is closed."""
     with contextlib.suppress(OSError, LineError):
         line = Line(socket.create_connection((meeting.host, meeting.port), SAY_WHY_S), "the trainer")
         line.send(Hello(meeting.epoch, meeting.rank), time.monotonic() + SAY_WHY_S)

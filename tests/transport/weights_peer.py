@@ -102,6 +102,9 @@ class _Peer:
         self.at("end")
         return came
 
+    def decline(self, meeting: dict[str, Any], reason: str) -> None:
+        self.receiver.decline(msgspec.convert(meeting, Meeting), reason)
+
     def trainer(self, shapes: Shapes, bucket_bytes: int, timeout_s: float) -> None:
         manifest = WeightManifest.of(shapes)
         self.sender = CollectiveSender(manifest, HOST, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
