@@ -50,10 +50,11 @@ class Stop(NamedTuple):
 class Running:
     """A concurrent handler or a stream at work: cancelled at its asker's deadline, or when the asker gives up or dies."""
 
-    __slots__ = ("credit", "item", "since", "slot", "task", "why")
+    __slots__ = ("begun", "credit", "item", "since", "slot", "task", "why")
 
     def __init__(self, item: Delivery) -> None:
         self.item = item
+        self.begun = False  # a task that is cancelled before its first step runs nothing at all
         self.task: asyncio.Task[None] | None = None
         self.slot: dict[Expires, None] | None = None
         self.why = ""
@@ -67,6 +68,30 @@ class Running:
         self.why = self.why or why
         if self.task is not None:
             self.task.cancel()
+
+
+class Places:
+    """Room for the concurrent handlers of one lane; the lane's task alone waits for it."""
+
+    __slots__ = ("_waiter", "left")
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def take(self) -> None:
+        while self.left <= 0:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self.left -= 1
+
+    def free(self) -> None:
+        self.left += 1
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class StreamCredit:

@@ -1,6 +1,8 @@
-"""Turns a `Fail` envelope into the error that its asker gets."""
+"""Turns a handler's exception into text that can travel, and a `Fail` envelope into the error that its asker gets."""
 
 from __future__ import annotations
+
+import traceback
 
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.errors import (
@@ -13,6 +15,20 @@ from dockyard_actors.runtime.errors import (
     StaleIncarnation,
     WireError,
 )
+
+
+def said(error: BaseException) -> tuple[str, str]:
+    """What an exception says, and its traceback. Whatever is in it, the texts can be encoded: half of a surrogate pair comes from any file
+    name that is no UTF-8, and an exception's own `__str__` may raise."""
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text cannot be made: {type(broken).__name__})"
+    return printable(text), printable("".join(traceback.format_exception(error)))
+
+
+def printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def failure(fail: wire.Fail, told: str) -> ActorError:

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +22,7 @@ import uvloop
 from dockyard_actors.runtime import guard, leash
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.errors import PermanentError
+from dockyard_actors.runtime.failures import printable, said
 from dockyard_actors.runtime.status import CRASH_CODE, StopRequest
 from dockyard_actors.runtime.system import ActorSystem
 
@@ -142,8 +142,10 @@ async def _until_stopped(build: Build, bootstrap: Bootstrap) -> StopRequest:
 def _leave(bootstrap: Bootstrap, stop: StopRequest) -> NoReturn:
     error = stop.cause
     assert error is not None
-    text = "".join(traceback.format_exception(error))
-    cause = Cause(stop.reason, f"{type(error).__name__}: {error}", text, isinstance(error, PermanentError))
+    said_text, text = said(error)
+    cause = Cause(
+        printable(stop.reason), f"{type(error).__name__}: {said_text}", text, isinstance(error, PermanentError)
+    )
     path = cause_path(bootstrap.socket_dir)
     partial = path.with_suffix(".part")
     partial.write_bytes(msgspec.json.encode(cause))

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from dockyard_actors.runtime import envelope as wire
-from dockyard_actors.runtime.deliveries import Delivery, Event, Key, Running, Stop, StreamCredit
-from dockyard_actors.runtime.errors import WireError
+from dockyard_actors.runtime.deliveries import Delivery, Event, Key, Places, Running, Stop, StreamCredit
+from dockyard_actors.runtime.errors import ActorError, WireError
+from dockyard_actors.runtime.failures import said
 from dockyard_actors.runtime.mailbox import Mailbox, Remembered
 from dockyard_actors.runtime.message import MessageTypeError, encoder
 from dockyard_actors.runtime.scope import handled
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from dockyard_actors.runtime.cell import Cell
 
 log = logging.getLogger("dockyard.runtime.actor")
+
+_OURS = (
+    KeyboardInterrupt,
+    SystemExit,
+    GeneratorExit,
+)  # not the handler's to raise: the process or its coroutines are ending
 
 
 class Service:
@@ -50,7 +57,9 @@ class Service:
         self._credit_every = max(1, config.window // 2)
         self._credit_bytes = max(1, config.window_bytes // 2)
         self._cancelled: set[Key] = set()
-        self._slot_free: asyncio.Event | None = None
+        self._places = {True: Places(config.concurrency), False: Places(config.concurrency)}
+        self._next: dict[bool, Delivery] = {}  # taken out of the mailbox, waits for a place
+        self._ending = False  # the lanes' tasks are cancelled from here
         self._tasks: dict[bool, asyncio.Task[None]] = {}  # serial or not
         self._serving_user = False
         self._number = 0
@@ -102,11 +111,18 @@ class Service:
         task.add_done_callback(self._server_done)
 
     def _server_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
+        if task.cancelled():
+            if (
+                not self._ending
+            ):  # nobody serves the lane any more: better a process that says so than one that is silent
+                error = ActorError(f"{self.cell.name}: its lane was cancelled, by a handler or from outside")
+                self.system.crash(error, f"actor {self.cell.name}")
+        elif task.exception() is not None:
             self.system.crash(task.exception(), f"actor {self.cell.name}")
 
     async def stop(self) -> None:
-        """Refuses what waits and lets the serial handlers at work end, up to stop_s."""
+        """Refuses what waits and lets the handlers at work end, up to stop_s each time: serial ones by themselves, then cancelled; concurrent
+        ones are cancelled at once."""
         for running in list(self.running.values()):
             running.cancel("the actor stopped")
         for box in (self.user, self.control):
@@ -116,6 +132,7 @@ class Service:
             box.put(Stop())
         if self._tasks:
             _, late = await asyncio.wait(self._tasks.values(), timeout=self.system.config.stop_s)
+            self._ending = True
             for task in late:
                 log.warning(
                     "%s: handler of %s did not end within stop_s=%s and is cancelled",
@@ -124,10 +141,26 @@ class Service:
                     self.system.config.stop_s,
                 )
                 task.cancel()
-        await asyncio.gather(*(r.task for r in self.running.values() if r.task is not None), return_exceptions=True)
+            if (item := self._at_work) is not None:
+                text = f"{self.cell.name} stopped in mid-handler"
+                self.refuse(item.peer, item.lane, item.message, wire.ABANDONED, text)
+        tasks = [r.task for r in self.running.values() if r.task is not None]
+        tasks += [task for task in self._tasks.values() if not task.done()]
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=self.system.config.stop_s)
+            for task in stuck:
+                log.error("%s: %s did not end although it was cancelled", self.cell.name, task.get_name())
+
+    def refuse_all(self) -> None:
+        """The actor never came up: whoever sent something hears of it."""
+        for box in (self.user, self.control):
+            for item in box.clear():
+                if isinstance(item, Delivery):
+                    self.refuse(item.peer, item.lane, item.message, wire.STOPPED, f"{self.cell.name} did not start")
 
     def abandon(self) -> list[asyncio.Task[None]]:
         """Cancels everything at once; returns the tasks."""
+        self._ending = True
         tasks = [*self._tasks.values(), *(r.task for r in self.running.values() if r.task is not None)]
         for task in tasks:
             task.cancel()
@@ -151,6 +184,9 @@ class Service:
         """Written out in one piece: every call saved here is saved for every message."""
         system, actor, clock, now = self.system, self.cell.actor, time.perf_counter, self.system.loop.time
         accounts, every, every_bytes = self.accounts, self._credit_every, self._credit_bytes
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling, uncancel = task.cancelling, task.uncancel
         fairness = left = system.config.fairness
         while True:
             if not box.items:
@@ -167,7 +203,7 @@ class Service:
             if type(item) is not Delivery:
                 if type(item) is Stop:
                     return
-                await self._event(item)
+                await self._event(item, cancelling, uncancel)
                 continue
             peer, lane, message, handler, deadline, size = item
             account = accounts.get(peer) or self.account(peer)
@@ -187,7 +223,7 @@ class Service:
                 self.refuse(peer, lane, message, wire.NOT_UNDERSTOOD, text)
                 continue
             if handler.concurrent:
-                await self._start_concurrent(item, decoded)
+                await self._start_concurrent(item, decoded, serial)
                 continue
             started = clock()
             if serial:
@@ -197,26 +233,38 @@ class Service:
             handled.set(item)
             try:
                 value = await getattr(actor, handler.method)(decoded)
-            except Exception as error:  # the actor's boundary: the asker gets it, the log keeps it
-                self._raised(item, error)
+            except _OURS:
+                raise
             except asyncio.CancelledError as error:
-                if asyncio.current_task().cancelling():  # type: ignore[union-attr]  # it is this task that is to end
+                if cancelling():  # it is this task that is to end
                     raise
                 self._raised(item, error)  # something that the handler waited for was cancelled
+            except BaseException as error:  # the actor's boundary: the asker gets it, the log keeps it
+                self._raised(item, error)
             else:
                 if asked:
                     self._reply(item, value)
+            while (
+                cancelling()
+            ):  # the handler cancelled itself and went on, as timeout helpers do: the next one must not pay
+                uncancel()
             (self.times.get(message.kind) or self._times(message.kind)).add(clock() - started)
             if serial:
                 self._at_work = None
 
-    async def _event(self, event: Event) -> None:
+    async def _event(self, event: Event, cancelling: Callable[[], int], uncancel: Callable[[], int]) -> None:
         handled.set(None)
         try:
             await getattr(self.cell.actor, event.method)(event.value)
-        except Exception:
+        except _OURS:
+            raise
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and cancelling():
+                raise
             self.system.counts.handler_errors += 1
-            log.exception("%s: %s(%s) failed", self.cell.name, event.method, event.value)
+            log.error("%s: %s(%s) failed", self.cell.name, event.method, event.value, exc_info=error)
+        while cancelling():
+            uncancel()
 
     def _skip(self, item: Delivery) -> None:
         """The asker has given up: handling it now would surprise everybody."""
@@ -246,12 +294,24 @@ class Service:
 
     # ------------------------------------------------------------------ concurrent handlers and streams
 
-    async def _start_concurrent(self, item: Delivery, decoded: Any) -> None:
-        while len(self.running) >= self.system.config.concurrency:
-            self._slot_free = asyncio.Event()
-            await self._slot_free.wait()
+    async def _start_concurrent(self, item: Delivery, decoded: Any, serial: bool) -> None:
+        places, asked = self._places[serial], type(item.message) is wire.Ask
+        if places.left > 0:
+            places.left -= 1
+        else:
+            self._next[serial] = item
+            await places.take()
+            del self._next[serial]
+            if self.cell.stopping:
+                places.free()
+                self.refuse(item.peer, item.lane, item.message, wire.STOPPED, f"{self.cell.name} stopped")
+                return
+            if asked and (item.deadline <= self.system.loop.time() or item.key in self._cancelled):
+                places.free()
+                self._skip(item)
+                return
         running = Running(item)
-        if type(item.message) is wire.Ask:
+        if asked:
             key: Key | int = item.key
             if item.deadline != float("inf"):
                 self.system.deadlines.push(item.deadline, running)
@@ -261,42 +321,55 @@ class Service:
         self.running[key] = running
         handled.set(item)  # the task inherits it
         running.task = self.system.loop.create_task(
-            self._run_concurrent(item, decoded, key, running), name=f"{self.cell.name}/{item.message.kind}"
+            self._run_concurrent(item, decoded, running), name=f"{self.cell.name}/{item.message.kind}"
         )
 
-    async def _run_concurrent(self, item: Delivery, decoded: Any, key: Key | int, running: Running) -> None:
+        def done(task: asyncio.Task[None]) -> None:
+            self.system.deadlines.drop(running)
+            self.running.pop(key, None)
+            places.free()
+            if not running.begun:
+                self._given_up(running)
+            kind = item.message.kind
+            (self.times.get(kind) or self._times(kind)).add(time.perf_counter() - running.since)
+
+        running.task.add_done_callback(done)
+
+    def _given_up(self, running: Running) -> None:
+        """A concurrent handler was cancelled from here."""
+        item = running.item
+        log.info("%s: %s was cancelled: %s", self.cell.name, item.message.kind, running.why)
+        asked = type(item.message) is wire.Ask
+        if self.cell.stopping and asked:
+            text = f"{self.cell.name} stopped in mid-handler"
+            self.refuse(item.peer, item.lane, item.message, wire.ABANDONED, text)
+        else:
+            self.system.counts.expired += 1
+            if asked:
+                self.remembered.drop(item.key)
+
+    async def _run_concurrent(self, item: Delivery, decoded: Any, running: Running) -> None:
+        running.begun = True
         asked = type(item.message) is wire.Ask
         try:
             if item.handler.stream:
                 value = await self._stream(item, decoded, running)
             else:
                 value = await getattr(self.cell.actor, item.handler.method)(decoded)
-        except Exception as error:  # as in _serve
-            self._raised(item, error)
+        except _OURS:
+            raise
         except asyncio.CancelledError as error:
-            if not running.why:
-                if asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                    raise
-                self._raised(item, error)
+            if running.why:
+                self._given_up(running)
+            elif self._ending:
+                raise
             else:
-                log.info("%s: %s was cancelled: %s", self.cell.name, item.message.kind, running.why)
-                if self.cell.stopping and asked:
-                    text = f"{self.cell.name} stopped in mid-handler"
-                    self.refuse(item.peer, item.lane, item.message, wire.ABANDONED, text)
-                else:
-                    self.system.counts.expired += 1
-                    if asked:
-                        self.remembered.drop(item.key)
+                self._raised(item, error)
+        except BaseException as error:  # as in _serve
+            self._raised(item, error)
         else:
             if asked:
                 self._reply(item, value)
-        finally:
-            self.system.deadlines.drop(running)
-            self.running.pop(key, None)
-            kind = item.message.kind
-            (self.times.get(kind) or self._times(kind)).add(time.perf_counter() - running.since)
-            if self._slot_free is not None:
-                self._slot_free.set()
 
     async def _stream(self, item: Delivery, decoded: Any, running: Running) -> int:
         """Sends items as their reader takes them; returns how many there were, which is the reply."""
@@ -332,7 +405,7 @@ class Service:
             running.cancel("its asker gave up")
         elif any(
             type(i) is Delivery and i.peer is peer and getattr(i.message, "id", None) == request
-            for i in self.user.items
+            for i in (*self.user.items, *self.control.items, *self._next.values())
         ):
             self._cancelled.add((peer.uid, request))
 
@@ -360,9 +433,9 @@ class Service:
             exc_info=error,
         )
         if type(message) is wire.Ask:
-            trace = "".join(traceback.format_exception(error))
+            text, trace = said(error)
             code = wire.TYPED if isinstance(error, WireError) else wire.RAISED
-            self._answer(item, encoder.encode(wire.Fail(message.id, code, type(error).__name__, str(error), trace)))
+            self._answer(item, encoder.encode(wire.Fail(message.id, code, type(error).__name__, text, trace)))
 
     def _answer(self, item: Delivery, encoded: bytes) -> None:
         message = item.message
