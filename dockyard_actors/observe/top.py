@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dockyard_actors.observe.text import one_line
+from dockyard_actors.runtime.addresses import tcp_host
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.directory import REGISTRY, Entry
 from dockyard_actors.runtime.errors import ActorError
@@ -77,14 +78,17 @@ def runtime_of(run: Path) -> Runtime:
 async def joined(runtime: Runtime) -> AsyncIterator[ActorSystem]:
     """The observer's place in the run. Raises NotRunning when nobody is there any more."""
     key_file = Path(runtime.key_file)
-    config = SystemConfig(
-        name="top",
-        rendezvous=runtime.rendezvous,
-        key_file=key_file if runtime.key_file and key_file.exists() else None,
-        join_s=JOIN_S,
-    )
-    system = ActorSystem(config)
+    keys = key_file if runtime.key_file and key_file.exists() else None
     try:
+        host = tcp_host("", runtime.rendezvous) if keys is not None else ""  # where the registry tells it who lives
+        config = SystemConfig(
+            name="top",
+            rendezvous=runtime.rendezvous,
+            tcp_bind=f"tcp://{host}:0" if host else "",
+            key_file=keys,
+            join_s=JOIN_S,
+        )
+        system = ActorSystem(config)
         await system.__aenter__()
     except (ActorError, OSError) as error:
         raise NotRunning(f"nobody answers at {runtime.rendezvous}: the run has ended or was killed ({error})") from None

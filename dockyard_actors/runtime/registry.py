@@ -22,6 +22,7 @@ from dockyard_actors.runtime.leases import Leases
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.reconciliation import Reconciliation
+from dockyard_actors.transport.base import Lane, TransportError
 
 log = logging.getLogger("dockyard.runtime.registry")
 
@@ -218,6 +219,11 @@ class Registry(Actor):
                 "every start of a process needs one of its own"
             )
         if known is None:
+            try:
+                for lane in Lane:
+                    process.address.endpoint(lane, self.own.host)
+            except TransportError as error:  # it could ask and never be told anything, and nobody could answer for it
+                return Refused(f"process {process.name} could not be reached: {error}, or a tcp_bind of its own")
             self.processes[process.uid] = process
             log.info("process %s joined (pid %d, uid %s)", process.name, process.pid, process.uid)
             self._look_after(process)
@@ -385,7 +391,7 @@ class Registry(Actor):
         log.log(logging.INFO if clean else logging.WARNING, "process %s is gone: %s", name, cause)
         update = self.publish(dead, doomed)
         for victim in victims:  # one that was declared dead and lives all the same must hear it
-            self._push(victim, None if clean else update, True)
+            self._say(victim, None if clean else update, True)
             if self.on_gone is not None:
                 self.on_gone(victim, doomed[victim.uid])
         self._reconciliation.died(doomed)
@@ -409,9 +415,19 @@ class Registry(Actor):
         update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {}, self.number, ended or {})
         self._changed.set()
         self._changed = asyncio.Event()
-        for process in list(self.processes.values()):
-            self._push(process, update, False)
+        mute = {p.uid: why for p in list(self.processes.values()) if (why := self._say(p, update, False))}
+        for uid, why in mute.items():
+            self.declare_dead(uid, f"it cannot be told anything: {why}")
         return update
+
+    def _say(self, process: ProcessRecord, update: DirectoryUpdate | None, last: bool) -> str:
+        """Tells one process; why that is not possible, which is nobody else's trouble."""
+        try:
+            self._push(process, update, last)
+        except TransportError as error:
+            log.warning("process %s (uid %s) cannot be told anything: %s", process.name, process.uid, error)
+            return str(error)
+        return ""
 
 
 REGISTRY_CONTROL = tuple(

@@ -193,7 +193,11 @@ class ZmqControl:
             socket.curve_serverkey = self.config.keys.public.encode()
             socket.curve_publickey = self.config.keys.public.encode()
             socket.curve_secretkey = self.config.keys.secret.encode()
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise TransportError(f"cannot connect to {endpoint}: {error}") from error
         port = DealerPort(link, socket, lane)
         port.outbox.frames.append((hello_frame(self.config), 0))
         return port

@@ -26,6 +26,7 @@ from dockyard_actors.observe.top import (
 from dockyard_actors.runtime.actor import Actor
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
 from dockyard_actors.runtime.supervision import ProcessInfo
+from dockyard_actors.transport import control
 from tests.runtime.actors import Add, Block, Counter, Note, Open
 
 
@@ -105,3 +106,17 @@ async def test_a_run_that_ends_between_two_looks_is_no_error(tmp_path: Path) -> 
             await agent.close()
             with pytest.raises(Ended, match="the run has ended"):
                 await look(system)
+
+
+async def test_a_run_on_another_host_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = AgentConfig(runtime_parent=tmp_path, listen="tcp://127.0.0.1:0")
+    async with NodeAgent(config) as agent:
+        with monkeypatch.context() as patch:
+            patch.setattr(control, "host_id", lambda: "elsewhere")
+            viewer = joined(Runtime(agent.rendezvous, str(agent.key_file)))
+            system = await viewer.__aenter__()
+        await agent.system.start(Counter(), "born later")
+        view = await look(system)
+        assert "born later" in view.processes["agent"].actors
+        assert system.directory.alive("born later") is not None, "it was told"
+        await viewer.__aexit__(None, None, None)
