@@ -105,6 +105,7 @@ class Child:
         if self.starts > 1:
             self.supervisor.child_ended(self.spec.name, "")
         self._task = self.supervisor.own(self._live(), f"supervise {self.spec.name}")
+        self._task.add_done_callback(lambda _: self._pulse())  # however it ended: nobody waits for it any longer
 
     @property
     def retired(self) -> bool:
@@ -116,15 +117,16 @@ class Child:
         self._pulse()
 
     async def stop(self, grace_s: float, tell: bool = True) -> None:
-        """SIGTERM, and SIGKILL for its process group after ``grace_s``; returns when it is gone and not restarted. Without ``tell``
-        nobody hears that it does not come back."""
+        """SIGTERM, and SIGKILL for its process group after ``grace_s``; returns when it is gone and not restarted. This goes on when
+        whoever waits for it gives up. Without ``tell`` nobody hears that it does not come back."""
         self.retire()
         self._tell_end = tell
-        if self._task is not None and not self._task.done():
+        task = self._task
+        if task is not None and not task.done():
             if self._ended is not None and not self._ended.done():
                 self._set_state("stopping")
                 await self._terminate(grace_s)
-            await self._task
+            await asyncio.wait((task,))
         if self.state not in ("exited", "failed"):
             self._set_state("stopped")
 
@@ -361,16 +363,21 @@ class Child:
     # ------------------------------------------------------------------ signals
 
     async def _terminate(self, grace_s: float) -> None:
+        """Returns when the process has ended. It ends all the same when whoever waits here is cancelled: the task is the supervisor's."""
         assert self._ended is not None
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped process could not act on it
-        done, _ = await asyncio.wait((self._ended,), timeout=grace_s)
+        escalation = self._escalate(self._ended, grace_s)
+        await asyncio.wait((self.supervisor.own(escalation, f"terminate {self.spec.name}"),))
+
+    async def _escalate(self, ended: asyncio.Future[None], grace_s: float) -> None:
+        done, _ = await asyncio.wait((ended,), timeout=grace_s)
         if not done:
             log.warning(
                 "%s (pid %d) did not end within %s s of SIGTERM and is killed", self.spec.name, self.pid, grace_s
             )
             self._kill_group()
-            await self._ended
+            await asyncio.wait((ended,))
 
     def _signal(self, number: signal.Signals) -> None:
         if self._ended is not None and not self._ended.done() and self._watch.fd >= 0:
