@@ -144,6 +144,7 @@ class Caller:
         window = outlet.window(entry, lane)
         request, until = repeat or (self.next_id(), deadline)
         pending = PendingReply(self.loop, owner, entry, kind, deadline, trace)
+        pending.peer = outlet.peer
         ask = wire.Ask(
             request,
             entry.name,
@@ -272,25 +273,27 @@ class Caller:
 
     # ------------------------------------------------------------------ answers
 
-    def on_reply(self, reply: wire.Reply) -> None:
+    # Request ids are easily guessed: only whom the ask was sent to answers it.
+
+    def on_reply(self, peer: Peer, reply: wire.Reply) -> None:
         pending = self.pending.get(reply.id) or self.feeds.get(reply.id)
-        if pending is None:
+        if pending is None or pending.peer is not peer:
             self.system.counts.late_replies += 1
         else:
             pending.settle(reply.body)
 
     def on_item(self, peer: Peer, lane: Lane, item: wire.Item) -> None:
         feed = self.feeds.get(item.id)
-        if feed is None:
+        if feed is None or feed.peer is not peer:
             self.system.counts.late_replies += 1
             if item.dst:
                 peer.send(lane, encoder.encode(wire.Cancel(item.id, item.dst)))
         else:
             feed.item(item)
 
-    def on_fail(self, fail: wire.Fail) -> None:
+    def on_fail(self, peer: Peer, fail: wire.Fail) -> None:
         pending = self.pending.get(fail.id) or self.feeds.get(fail.id)
-        if pending is None:
+        if pending is None or pending.peer is not peer:
             self.system.counts.late_replies += 1
         else:
             pending.fail(failure(fail, pending.describe()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ log = logging.getLogger("dockyard.runtime.membership")
 
 _DOOR = "rendezvous"  # stands for the uid of whoever listens there
 _CLAIMS = 500  # names in one Claim: well below a frame
+_EARLY = 1000  # updates kept while it is not known whose they are: one that is missing is asked for
 _CHILD_PATIENCE = 2.0  # a child waits so many times as long as its node agent, which decides first
 
 
@@ -88,7 +90,7 @@ class Membership:
         self._lease_s = 0.0
         self._down: _Down | None = None
         self._up = asyncio.Event()
-        self._early: list[DirectoryUpdate] = []
+        self._early: deque[tuple[str, DirectoryUpdate]] = deque(maxlen=_EARLY)  # by uid of who says so
         self._watch: PidWatch | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
@@ -171,16 +173,29 @@ class Membership:
 
     # ------------------------------------------------------------------ what the registry says
 
+    def hear(self, uid: str, update: DirectoryUpdate) -> bool:
+        """Process ``uid`` says who lives and who is dead; false when it is not for it to say: only for the registry, and without an
+        epoch for our node agent. What may have overtaken a registry's answer to our join is kept until that is here."""
+        known = self.registry is not None and uid == self.registry.uid
+        if not update.epoch:
+            if not uid or uid != self.system.config.agent:
+                return False
+        elif not (known and update.epoch == self.epoch):
+            if not self._up.is_set():
+                self._early.append((uid, update))
+                return True
+            return known  # of another epoch
+        self.system.take(update)
+        return True
+
     def accepts(self, update: DirectoryUpdate) -> bool:
-        """False for what another epoch's registry says. What overtook its answer to our join is kept until that is here."""
+        """False for what another epoch's registry says."""
         if update.epoch in (0, self.epoch):
             if update.number > self._number:
                 if update.number > self._number + 1:
                     self._catch_up()
                 self._number = update.number
             return True
-        if not self._up.is_set():
-            self._early.append(update)
         return False
 
     def _catch_up(self) -> None:
@@ -216,10 +231,10 @@ class Membership:
         for entry in joined.entries:
             if entry.name == REGISTRY:
                 system.directory.put(entry)
-        early, self._early = self._early, []
+        early = [update for uid, update in self._early if uid == joined.registry.uid and update.epoch == self.epoch]
+        self._early.clear()
         for update in (DirectoryUpdate(joined.entries, epoch=joined.epoch, ended=joined.ended), *early):
-            if update.epoch == self.epoch:
-                system.take(update)
+            system.take(update)
         self._unwatch()
         here = joined.registry.host == system.transport.address.host and joined.registry.pid != os.getpid()
         if here:

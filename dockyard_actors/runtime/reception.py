@@ -62,13 +62,13 @@ class Reception:
             else:
                 self._on_request(peer, lane, message, len(envelope))
         elif isinstance(message, wire.Reply):
-            self.system.caller.on_reply(message)
+            self.system.caller.on_reply(peer, message)
         elif isinstance(message, wire.Item):
             self.system.caller.on_item(peer, lane, message)
         elif isinstance(message, wire.Credit):
             self.system.caller.on_credit(peer, lane, message)
         elif isinstance(message, wire.Fail):
-            self.system.caller.on_fail(message)
+            self.system.caller.on_fail(peer, message)
         elif isinstance(message, wire.Ping):
             peer.send(lane, encoder.encode(wire.Pong(message.seq)))
         elif isinstance(message, wire.Pong):
@@ -96,7 +96,7 @@ class Reception:
     def _on_request(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, size: int) -> None:
         if message.dst == wire.SYSTEM:
             if message.kind == "DirectoryUpdate":
-                self.system.take(decoder(DirectoryUpdate).decode(message.body))
+                self._on_update(peer, lane, message)
             return
         cell = self.system.cells.get(message.dst)
         if message.dst in self.early:
@@ -116,6 +116,19 @@ class Reception:
             self._refuse(peer, lane, message, wire.STALE, text)
         else:
             cell.offer(peer, lane, message, size)
+
+    def _on_update(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell) -> None:
+        """Who lives and who is dead is for the registry to say, and for this process's node agent when the registry is lost."""
+        try:
+            update = decoder(DirectoryUpdate).decode(message.body)
+        except msgspec.MsgspecError as error:
+            self.system.counts.malformed += 1
+            log.warning("ignored a malformed directory update from process %s: %s", peer.uid or "?", error)
+            return
+        membership = self.system.membership
+        if lane != Lane.CONTROL or membership is None or not membership.hear(peer.uid, update):
+            self.system.counts.unbidden += 1
+            log.warning("ignored what process %s says of others: it is not the registry", peer.uid or "?")
 
     def _refuse(self, peer: Peer, lane: Lane, message: wire.Ask | wire.Tell, code: str, text: str) -> None:
         if type(message) is wire.Ask:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from dockyard_actors.runtime.actor import Actor, control, handlers_of
+from dockyard_actors.runtime.deliveries import Delivery
 from dockyard_actors.runtime.directory import REGISTRY as REGISTRY
 from dockyard_actors.runtime.directory import Entry, Gone, ProcessRecord, died
 from dockyard_actors.runtime.leases import Leases
 from dockyard_actors.runtime.message import Message
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.reconciliation import Reconciliation
+from dockyard_actors.runtime.scope import handled
 from dockyard_actors.transport.base import Lane, TransportError
 
 log = logging.getLogger("dockyard.runtime.registry")
@@ -269,10 +271,14 @@ class Registry(Actor):
 
     @control
     async def leave(self, msg: Leave) -> None:
+        sender = _sender()
+        if sender not in (None, msg.uid):
+            raise PermissionError(f"process {sender} may not say that process {msg.uid} leaves")
         self.declare_dead(msg.uid, "left", clean=True)
 
     @control
     async def process_died(self, msg: ProcessDied) -> None:
+        self._check_parent(msg.uid)
         self.declare_dead(msg.uid, msg.cause, msg.clean)
 
     @control
@@ -286,7 +292,17 @@ class Registry(Actor):
 
     @control
     async def process_suspect(self, msg: ProcessSuspect) -> None:
+        self._check_parent(msg.uid)
         self.suspect(msg.uid, msg.silent_s)
+
+    def _check_parent(self, uid: str) -> None:
+        """Only its node agent speaks for a process; for one that has not joined any agent may, because nobody knows whose it is."""
+        sender, process = _sender(), self.processes.get(uid)
+        if sender is None or sender == uid:
+            return
+        agent = self.processes.get(sender)
+        if agent is None or not agent.is_agent or (process is not None and process.agent != sender):
+            raise PermissionError(f"process {sender} may not speak for process {uid}: it is not its node agent")
 
     def suspect(self, uid: str, silent_s: float) -> None:
         """Tells everybody that a living process does not answer (0: answers again)."""
@@ -428,6 +444,12 @@ class Registry(Actor):
             log.warning("process %s (uid %s) cannot be told anything: %s", process.name, process.uid, error)
             return str(error)
         return ""
+
+
+def _sender() -> str | None:
+    """uid of the process whose message is being handled; None when this process itself calls."""
+    message = handled.get()
+    return message.peer.uid if isinstance(message, Delivery) else None
 
 
 REGISTRY_CONTROL = tuple(

@@ -22,7 +22,8 @@ class Counts(msgspec.Struct):
     deduplicated: int = 0  # repeated asks answered without running the handler again
     repeated: int = 0  # messages that the network brought twice or out of order
     fenced: int = 0  # messages of processes that were declared dead before they came
-    late_replies: int = 0  # replies whose asker had given up
+    late_replies: int = 0  # replies whose asker had given up, or whose sender was not asked
+    unbidden: int = 0  # what a process said of others that only the registry may say
     handler_errors: int = 0
     malformed: int = 0  # envelopes that did not decode
 
@@ -96,6 +97,7 @@ class SystemStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     repeated: int
     fenced: int
     late_replies: int
+    unbidden: int
     handler_errors: int
     malformed: int
     bad_frames: int  # frames from strangers or in no known form

@@ -40,7 +40,7 @@ class Streaming(Generic[I]):
         self._end: BaseException | None = None  # StopAsyncIteration: it ended in order
         self._next: PendingItem | None = None
         self._entry: Entry | None = None
-        self._peer: Peer | None = None
+        self.peer: Peer | None = None  # whom it was asked of, and who alone may send items
 
     # ------------------------------------------------------------------ what a user sees
 
@@ -62,7 +62,7 @@ class Streaming(Generic[I]):
             ask.seq = number
             envelope = encoder.encode(ask)
             caller.feeds[self._request] = self
-            self._entry, self._peer = entry, outlet.peer
+            self._entry, self.peer = entry, outlet.peer
             outlet.peer.send(self._lane, envelope)
             return len(envelope)
 
@@ -176,8 +176,8 @@ class Streaming(Generic[I]):
             self._next.future.set_result(None)
 
     def _send(self, message: Any) -> None:
-        if self._peer is not None and not self._caller.closed:
-            self._peer.send(Lane(self._lane), encoder.encode(message))
+        if self.peer is not None and not self._caller.closed:
+            self.peer.send(Lane(self._lane), encoder.encode(message))
 
 
 _count = msgspec.msgpack.Decoder(int).decode

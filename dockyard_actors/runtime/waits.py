@@ -11,6 +11,7 @@ import msgspec
 from dockyard_actors.runtime.deadlines import Expires
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import ActorError, AskTimeout, MailboxFull
+from dockyard_actors.transport.base import Peer
 
 LONGEST_S = 1e9  # some thirty years: a timer takes no more
 
@@ -76,8 +77,11 @@ class Waiting:
 
 
 class PendingReply(Waiting):
-    __slots__ = ()
+    """peer: whom the ask was sent to, and who alone may answer it."""
+
+    __slots__ = ("peer",)
     what = "reply"
+    peer: Peer
 
     def timeout(self) -> ActorError:
         return AskTimeout(f"{self.describe()} and had no reply after {self.deadline - self.started:.3g} s")
