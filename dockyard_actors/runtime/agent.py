@@ -23,7 +23,7 @@ from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.runtime.addresses import find_keys, tcp_host
 from dockyard_actors.runtime.child import Child
 from dockyard_actors.runtime.config import SystemConfig
-from dockyard_actors.runtime.directory import ProcessRecord, lineage
+from dockyard_actors.runtime.directory import CAUSE_MAX, ProcessRecord, lineage
 from dockyard_actors.runtime.errors import ActorError, RunFailed
 from dockyard_actors.runtime.group import Group
 from dockyard_actors.runtime.pings import Pings
@@ -324,6 +324,7 @@ class NodeAgent:
         )
 
     async def child_died(self, uid: str, socket_dir: Path, cause: str, clean: bool) -> None:
+        cause = cause[:CAUSE_MAX]
         self._pings.forget(uid, Address(self.system.transport.address.host, f"{socket_dir}/"))
         if self.system.registry is not None:
             self.system.registry.declare_dead(uid, cause, clean)

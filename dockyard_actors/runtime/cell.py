@@ -18,7 +18,7 @@ from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.scope import fresh
 from dockyard_actors.runtime.service import Service
 from dockyard_actors.runtime.status import ActorStatus
-from dockyard_actors.transport.base import Lane, Peer
+from dockyard_actors.transport.base import Lane, Peer, TransportError
 
 if TYPE_CHECKING:
     from dockyard_actors.runtime.system import ActorSystem
@@ -137,7 +137,13 @@ class Cell:
         if handler is None:
             service.consumed(peer, lane, size)
             if message.kind == "Inspect" and type(message) is wire.Ask:
-                peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
+                try:
+                    peer.send(lane, encoder.encode(wire.Reply(message.id, wire.raw(self.system.status()))))
+                except TransportError as error:
+                    text = (
+                        f"the status of {self.system.config.name}, which has {len(self.system.cells)} actors: {error}"
+                    )
+                    peer.send(lane, encoder.encode(wire.Fail(message.id, wire.RAISED, "TransportError", text)))
             else:
                 known = sorted(self.table)
                 known[_NAMES_TOLD:] = ["…"] if len(known) > _NAMES_TOLD else []

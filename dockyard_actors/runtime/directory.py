@@ -44,6 +44,12 @@ REGISTRY = "registry"  # name of the registry's own actor
 GONE = 4096  # dead processes remembered; uids are random, so that one forgotten can only be met again by waking up later than all these died
 
 
+DEAD_NAMES = (
+    4096  # names of the dead remembered, for who asks what became of them; of all others only the highest incarnation
+)
+CAUSE_MAX = 4000  # characters of a cause of death that are passed on, once for every name of the process
+
+
 def lineage(agent: str, process: str) -> str:
     """Names a process over all its starts: by the uid of its node agent and its own name."""
     return f"{agent}/{process}"
@@ -64,11 +70,31 @@ class Gone(dict[str, str]):
             del self[next(iter(self))]
 
 
+class Names(dict[str, Entry]):
+    """The newest known entry of every name that lives, and of those that died last. forgotten: no other name was ever at a higher
+    incarnation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = 0
+        self._dead: dict[str, None] = {}  # in the order of their deaths
+
+    def put(self, entry: Entry) -> None:
+        self[entry.name] = entry
+        self._dead.pop(entry.name, None)
+        if not entry.alive:
+            self._dead[entry.name] = None
+            while len(self._dead) > DEAD_NAMES:
+                name = next(iter(self._dead))
+                del self._dead[name]
+                self.forgotten = max(self.forgotten, self.pop(name).incarnation)
+
+
 class Directory:
     """A replica: the newest known entry of every name."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries = Names()
         self.ended: dict[str, str] = {}  # `lineage` of processes that are not started again → why
         self._waiters: dict[str, list[asyncio.Future[None]]] = {}
 
@@ -82,7 +108,7 @@ class Directory:
 
     def put(self, entry: Entry) -> None:
         """Takes an entry whatever is known: another registry is the registry from now on."""
-        self.entries[entry.name] = entry
+        self.entries.put(entry)
         self._wake(entry.name)
 
     def end(self, process: str, cause: str) -> None:

@@ -18,6 +18,7 @@ from dockyard_actors.runtime.directory import REGISTRY, Entry, ProcessRecord, di
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, AskTimeout, PeerDied, ProtocolRefused, RegistryDown
 from dockyard_actors.runtime.leases import LOOKS
 from dockyard_actors.runtime.message import Message, R, reply_decoder
+from dockyard_actors.runtime.parts import part_bytes, parts
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.registry import (
     REGISTRY_CONTROL,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("dockyard.runtime.membership")
 
 _DOOR = "rendezvous"  # stands for the uid of whoever listens there
-_CLAIMS = 500  # names in one Claim: well below a frame
 _EARLY = 1000  # updates kept while it is not known whose they are: one that is missing is asked for
 _CHILD_PATIENCE = 2.0  # a child waits so many times as long as its node agent, which decides first
 
@@ -118,7 +118,9 @@ class Membership:
             where = self.system.config.rendezvous
             raise ProtocolRefused(f"{self.system.config.name} may not join {where}: {reply.reason}")
         self._enter(reply)
-        self._up.set()
+        await self._read(reply.more)
+        if self._down is None:
+            self._up.set()
 
     async def close(self) -> None:
         self._closed = True
@@ -207,20 +209,41 @@ class Membership:
         system = self.system
         while not self._closed:
             await self._up.wait()
+            lived = [entry for entry in system.directory.entries.values() if entry.alive]
             try:
-                reply = await system.ref(REGISTRY).ask(
-                    Resync(uid=system.config.uid), deadline_s=system.config.registry_s
-                )
+                reply, told = await self._read_part("")
+                rest = await self._read(reply.more)
             except ActorError as error:
                 log.info("could not catch up with the registry: %s", error)
                 await asyncio.sleep(system.config.rejoin_s / 8)
                 continue
-            if isinstance(reply, Known) and reply.epoch == self.epoch:
-                log.info("caught up with the registry")
-                gone = {uid: cause for uid, cause in reply.gone.items() if uid not in system.gone}
-                system.take(DirectoryUpdate(reply.entries, gone, epoch=self.epoch, ended=reply.ended))
-                self._number = max(self._number, reply.number)
+            told |= rest
+            lost = [e for e in lived if e.name not in told and system.directory.entries.get(e.name) is e]
+            lost = tuple(died(e, "the registry does not know it any more") for e in lost if e.uid != system.config.uid)
+            if lost:  # they died so long ago that the registry has forgotten them
+                system.take(DirectoryUpdate(lost))
+            log.info("caught up with the registry")
+            self._number = max(self._number, reply.number)  # of the first part: updates since then told of the others
             return
+
+    async def _read(self, after: str) -> set[str]:
+        """Takes all that the registry knows behind this place; the names among it."""
+        told: set[str] = set()
+        while after:
+            reply, names = await self._read_part(after)
+            told |= names
+            after = reply.more
+        return told
+
+    async def _read_part(self, after: str) -> tuple[Known, set[str]]:
+        system, epoch = self.system, self.epoch
+        message = Resync(uid=system.config.uid, after=after)
+        reply = await system.ref(REGISTRY).ask(message, deadline_s=system.config.registry_s)
+        if not isinstance(reply, Known) or not reply.epoch == epoch == self.epoch:
+            raise RegistryDown("the registry that was being read is gone, or does not know this process any more")
+        gone = {uid: cause for uid, cause in reply.gone.items() if uid not in system.gone}
+        system.take(DirectoryUpdate(reply.entries, gone, epoch=epoch, ended=reply.ended))
+        return reply, {entry.name for entry in reply.entries}
 
     def _enter(self, joined: Joined) -> None:
         system, before = self.system, self.registry
@@ -306,6 +329,7 @@ class Membership:
                     self._end(f"the registry does not let this process come back: {reply.reason}")
                     return
                 self._enter(reply)
+                await self._read(reply.more)
                 if not await self._claim():
                     return
             except ActorError as error:
@@ -339,17 +363,20 @@ class Membership:
         system, uid = self.system, self.system.config.uid
         known = [entry for entry in system.directory.entries.values() if entry.name != REGISTRY]
         known.sort(key=lambda entry: entry.uid != uid)
-        gone, children = dict(system.gone), tuple(self.children())
-        for at in range(0, max(1, len(known)), _CLAIMS):
-            part = tuple(known[at : at + _CLAIMS])
-            claim = Claim(uid=uid, entries=part, gone=gone, children=children, last=at + _CLAIMS >= len(known))
+        children, forgotten = tuple(self.children()), system.directory.entries.forgotten
+        claims = list(parts([*system.gone.items(), *known], part_bytes(system.config.max_frame_bytes))) or [()]
+        for number, part in enumerate(claims, 1):
+            entries = tuple(item for item in part if isinstance(item, Entry))
+            gone = dict(item for item in part if not isinstance(item, Entry))
+            last = number == len(claims)
+            claim = Claim(uid=uid, entries=entries, gone=gone, children=children, last=last, forgotten=forgotten)
             reply = await system.ref(REGISTRY).ask(claim, deadline_s=system.config.registry_s)
             if isinstance(reply, Refused):
                 if not reply.fenced:
                     raise RegistryDown(f"the registry that let this process in is gone again: {reply.reason}")
                 self._end(f"the registry refuses what this process holds: {reply.reason}")
                 return False
-            gone, children = {}, ()
+            children = ()
         return True
 
     # ------------------------------------------------------------------ the rest

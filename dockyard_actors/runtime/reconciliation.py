@@ -119,6 +119,11 @@ class Reconciliation:
         if entry.alive and not own:
             self.expect(entry.uid, f"process {entry.meta.get('process', entry.uid)}", self._pid_here(entry))
         known = registry.entries.get(entry.name)
+        if known is None and not own and entry.incarnation <= registry.entries.forgotten:
+            if not entry.alive:
+                return  # it died long ago
+            if entry.uid in registry.processes:  # who would claim it if it lived
+                entry = died(entry, "its process does not have it any more", clean=True)
         if known is None or (known.uid == entry.uid and (not own or known.alive)):
             if known is None or (entry.incarnation, not entry.alive) > (known.incarnation, not known.alive):
                 registry.publish([entry], gone)

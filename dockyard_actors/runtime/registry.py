@@ -17,10 +17,11 @@ import msgspec
 
 from dockyard_actors.runtime.actor import Actor, control, handlers_of
 from dockyard_actors.runtime.deliveries import Delivery
+from dockyard_actors.runtime.directory import CAUSE_MAX, Entry, Gone, Names, ProcessRecord, died
 from dockyard_actors.runtime.directory import REGISTRY as REGISTRY
-from dockyard_actors.runtime.directory import Entry, Gone, ProcessRecord, died
 from dockyard_actors.runtime.leases import Leases
-from dockyard_actors.runtime.message import Message
+from dockyard_actors.runtime.message import Message, encoder
+from dockyard_actors.runtime.parts import PART_BYTES, parts
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.reconciliation import Reconciliation
 from dockyard_actors.runtime.scope import handled
@@ -37,6 +38,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     epoch: int = 0  # of this start of the registry: its identity
     lease_s: float = 0.0  # > 0: nobody sees this process end, so it must be heard of (`Renew`) within any such time
     number: int = 0  # of the last `DirectoryUpdate` that this holds already
+    more: str = ""  # there are more names: `Resync` reads on from here
     ended: dict[str, str] = msgspec.field(default_factory=dict)  # as of `DirectoryUpdate`
 
 
@@ -64,6 +66,7 @@ class Claim(Message[Claimed | Refused], frozen=True):
     gone: dict[str, str] = msgspec.field(default_factory=dict)  # uid → cause, of processes that it knows to be dead
     children: tuple[str, ...] = ()  # uids of processes that live, of a node agent
     last: bool = True  # there is no further part
+    forgotten: int = 0  # no name that it does not know any more was at a higher incarnation
 
 
 class Renewed(msgspec.Struct, frozen=True, tag=True):
@@ -78,19 +81,21 @@ class Renew(Message[Renewed | Refused], frozen=True):
 
 
 class Known(msgspec.Struct, frozen=True, tag=True):
-    """Everything that the updates up to ``number`` have said."""
+    """What the updates up to ``number`` have said, or a part of it."""
 
     entries: tuple[Entry, ...]
     gone: dict[str, str]
     epoch: int
     number: int
+    more: str = ""  # where the next part begins; empty: there is none
     ended: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Resync(Message[Known | Refused], frozen=True):
-    """A process has missed an update: a connection was lost, and something with it."""
+    """A process has missed an update: a connection was lost, and something with it. Read part after part."""
 
     uid: str
+    after: str = ""  # `Known.more` of the part before
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True):
@@ -180,12 +185,21 @@ class Registry(Actor):
     """Names, incarnations, processes. ``epoch``: identity of this start, taken from the clock unless given."""
 
     def __init__(
-        self, own: ProcessRecord, push: Push, *, lease_s: float = 15.0, settle_s: float = 10.0, epoch: int = 0
+        self,
+        own: ProcessRecord,
+        push: Push,
+        *,
+        lease_s: float = 15.0,
+        settle_s: float = 10.0,
+        epoch: int = 0,
+        part_bytes: int = PART_BYTES,
     ) -> None:
+        """part_bytes: of names and deaths that are told in one message."""
         self.own = own
         self.epoch = epoch or time.time_ns()
         self.processes: dict[str, ProcessRecord] = {own.uid: own}
-        self.entries: dict[str, Entry] = {}
+        self.entries = Names()
+        self.part_bytes = part_bytes
         self.gone = Gone()  # of processes that must not come back under the same uid
         self.ended: dict[str, str] = {}  # as of `DirectoryUpdate`
         self.number = 0  # of the last update
@@ -233,7 +247,10 @@ class Registry(Actor):
                 self.on_join(process)
         self._leases.heard(process.uid)
         lease_s = self._leases.lease_s if process.uid in self._leases else 0.0
-        return Joined(self.own, tuple(self.entries.values()), self.epoch, lease_s, self.number, self.ended)
+        first = self.entries.get(REGISTRY)
+        names, _, more = self._part(_NAMES)
+        entries = (*([first] if first is not None else ()), *(entry for entry in names if entry is not first))
+        return Joined(self.own, entries, self.epoch, lease_s, self.number, more, self.ended)
 
     def _look_after(self, process: ProcessRecord) -> None:
         """Finds who will see this process end: its agent, the primary agent's pings, a pidfd, or a lease."""
@@ -257,8 +274,19 @@ class Registry(Actor):
 
     @control
     async def resync(self, msg: Resync) -> Known | Refused:
-        refused = self._refused(msg.uid)
-        return refused or Known(tuple(self.entries.values()), dict(self.gone), self.epoch, self.number, self.ended)
+        entries, gone, more = self._part(msg.after)
+        return self._refused(msg.uid) or Known(entries, gone, self.epoch, self.number, more, self.ended)
+
+    def _part(self, after: str) -> tuple[tuple[Entry, ...], dict[str, str], str]:
+        """Names and dead processes behind this place in an order that stays, and the place where the next part begins. What changes
+        between two parts is told by updates."""
+        places = [f"{_GONE}{uid}" for uid in self.gone] + [f"{_NAMES}{name}" for name in self.entries]
+        places = sorted(place for place in places if place > after)
+        items = (
+            self.entries[place[1:]] if place[0] == _NAMES else (place[1:], self.gone[place[1:]]) for place in places
+        )
+        part = next(parts(items, self.part_bytes), ())
+        return *_sorted_out(part), places[len(part) - 1] if len(part) < len(places) else ""
 
     @control
     async def claim(self, msg: Claim) -> Claimed | Refused:
@@ -266,6 +294,7 @@ class Registry(Actor):
         if refused is not None:
             return refused
         self._leases.heard(msg.uid)
+        self.entries.forgotten = max(self.entries.forgotten, msg.forgotten)
         self._reconciliation.claim(msg.uid, msg.entries, msg.gone, msg.children, msg.last)
         return self._refused(msg.uid) or Claimed()
 
@@ -340,7 +369,8 @@ class Registry(Actor):
                 where = f"process {owner.name} (pid {owner.pid})" if owner else known.uid
                 reason = f"name {msg.name!r} belongs to incarnation {known.incarnation} in {where}"
                 return Refused(reason, later=owner is None)
-        incarnation = max(known.incarnation if known else 0, self._reconciliation.highest(msg.name)) + 1
+        before = known.incarnation if known else self.entries.forgotten
+        incarnation = max(before, self._reconciliation.highest(msg.name)) + 1
         entry = Entry(
             msg.name,
             incarnation,
@@ -351,6 +381,11 @@ class Registry(Actor):
             msg.meta,
             window_bytes=msg.window_bytes,
         )
+        size = len(encoder.encode(entry))
+        if size > self.part_bytes:
+            return Refused(
+                f"every process is told of {msg.name!r}, and its entry takes {size} bytes: give it less meta"
+            )
         self.given.add(msg.name)
         self.publish([entry])
         return Registered(incarnation)
@@ -383,6 +418,7 @@ class Registry(Actor):
         """The process, its names and (of an agent) all its children are gone; tells everybody. Repeating it changes nothing."""
         if uid in self.gone:
             return
+        cause = cause[:CAUSE_MAX]
         process = self.processes.pop(uid, None)
         doomed = {uid: cause}
         victims = [] if process is None else [process]
@@ -405,8 +441,9 @@ class Registry(Actor):
             self._reconciliation.died(doomed)
             return  # it died before it joined
         log.log(logging.INFO if clean else logging.WARNING, "process %s is gone: %s", name, cause)
-        update = self.publish(dead, doomed)
+        self.publish(dead, doomed)
         for victim in victims:  # one that was declared dead and lives all the same must hear it
+            update = DirectoryUpdate((), {victim.uid: doomed[victim.uid]}, self.epoch)
             self._say(victim, None if clean else update, True)
             if self.on_gone is not None:
                 self.on_gone(victim, doomed[victim.uid])
@@ -422,19 +459,24 @@ class Registry(Actor):
         gone: dict[str, str] | None = None,
         suspects: dict[str, float] | None = None,
         ended: dict[str, str] | None = None,
-    ) -> DirectoryUpdate:
+    ) -> None:
         """Takes these entries and tells every process of them."""
         entries = tuple(entries)
         for entry in entries:
-            self.entries[entry.name] = entry
-        self.number += 1
-        update = DirectoryUpdate(entries, gone or {}, self.epoch, suspects or {}, self.number, ended or {})
+            self.entries.put(entry)
         self._changed.set()
         self._changed = asyncio.Event()
+        news = (*(gone or {}).items(), *entries)
+        for part in [news] if len(news) <= 1 else parts(news, self.part_bytes):
+            self.number += 1
+            self._tell_all(DirectoryUpdate(*_sorted_out(part), self.epoch, suspects or {}, self.number, ended or {}))
+            suspects = ended = None
+
+    def _tell_all(self, update: DirectoryUpdate) -> None:
         mute = {p.uid: why for p in list(self.processes.values()) if (why := self._say(p, update, False))}
+        mute.pop(self.own.uid, None)
         for uid, why in mute.items():
             self.declare_dead(uid, f"it cannot be told anything: {why}")
-        return update
 
     def _say(self, process: ProcessRecord, update: DirectoryUpdate | None, last: bool) -> str:
         """Tells one process; why that is not possible, which is nobody else's trouble."""
@@ -444,6 +486,17 @@ class Registry(Actor):
             log.warning("process %s (uid %s) cannot be told anything: %s", process.name, process.uid, error)
             return str(error)
         return ""
+
+
+_GONE, _NAMES = "0", "1"  # how places of dead processes and of names begin
+
+
+def _sorted_out(part: Iterable[Entry | tuple[str, str]]) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    """Names, and dead processes with their causes."""
+    part = tuple(part)
+    return tuple(item for item in part if isinstance(item, Entry)), dict(
+        item for item in part if not isinstance(item, Entry)
+    )
 
 
 def _sender() -> str | None:

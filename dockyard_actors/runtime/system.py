@@ -34,6 +34,7 @@ from dockyard_actors.runtime.directory import Directory, Entry, Gone, ProcessRec
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown, SystemClosed
 from dockyard_actors.runtime.membership import Membership, enrol
 from dockyard_actors.runtime.message import encoder
+from dockyard_actors.runtime.parts import part_bytes
 from dockyard_actors.runtime.reception import Reception
 from dockyard_actors.runtime.ref import Ref
 from dockyard_actors.runtime.registry import (
@@ -153,7 +154,13 @@ class ActorSystem:
 
     async def _host_registry(self) -> None:
         config = self.config
-        self.registry = Registry(self.process, self._push, lease_s=config.lease_s, settle_s=config.settle_s)
+        self.registry = Registry(
+            self.process,
+            self._push,
+            lease_s=config.lease_s,
+            settle_s=config.settle_s,
+            part_bytes=part_bytes(config.max_frame_bytes),
+        )
         entry = Entry(REGISTRY, 1, config.uid, self.transport.address, config.window, REGISTRY_CONTROL, self._meta())
         self.directory.apply(entry)
         self.registry.entries[REGISTRY] = entry
