@@ -125,10 +125,10 @@ class Membership:
     async def close(self) -> None:
         self._closed = True
         tasks = [task for task in (self._renewing, self._rejoining, self._catching_up) if task is not None]
+        self._unwatch()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._unwatch()
 
     # ------------------------------------------------------------------ asking it
 

@@ -213,6 +213,9 @@ class Registry(Actor):
         self._changed = asyncio.Event()
 
     async def on_stop(self) -> None:
+        self.close()
+
+    def close(self) -> None:
         for watch in self._watches.values():
             watch.close()
         self._watches.clear()

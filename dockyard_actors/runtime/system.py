@@ -95,6 +95,7 @@ class ActorSystem:
         self._own_dir: Path | None = None
         self._own_meta: dict[str, str] | None = None
         self._closing = self._joined = False
+        self._close_task: asyncio.Task[None] | None = None
         self.watching_handlers = False
         self.pongs: dict[int, asyncio.Future[None]] = {}
         self._last_ping = 0
@@ -306,10 +307,47 @@ class ActorSystem:
         return await asyncio.shield(self._stop)
 
     async def close(self) -> None:
-        """Stops actors (last started first), leaves the registry, closes sockets. Errors of `on_stop` are logged."""
-        if self._closing:
-            return
-        self._closing = True
+        """Stops actors (last started first), leaves the registry, closes sockets. Errors of `on_stop` are logged.
+
+        Every caller returns when it is done. One that is cancelled ends the stopping of actors and the farewell, and still returns only
+        when everything is closed.
+        """
+        if self._close_task is None:
+            self._closing = True
+            self._close_task = self.loop.create_task(self._close(), name=f"{self.config.name}/close")
+        task = self._close_task
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+        if not task.cancelled():
+            task.result()
+
+    async def _close(self) -> None:
+        try:
+            await self._stop_actors_and_leave()
+        finally:
+            try:
+                if self.membership is not None:
+                    await self.membership.close()
+                if REGISTRY in self.cells:
+                    await self.cells.pop(REGISTRY).stop()
+            finally:
+                for cell in self.cells.values():  # when the stopping was cut short
+                    cell.abandon()
+                if self.registry is not None:
+                    self.registry.close()
+                self.caller.close()
+                self.deadlines.close()
+                try:
+                    await self.transport.close()
+                finally:
+                    if self._own_dir is not None:
+                        shutil.rmtree(self._own_dir, ignore_errors=True)
+
+    async def _stop_actors_and_leave(self) -> None:
         crashed = self._stop.done() and self._stop.result().cause is not None
         for name, cell in reversed(list(self.cells.items())):
             if name == REGISTRY:
@@ -326,15 +364,6 @@ class ActorSystem:
                 await self.ref(REGISTRY).ask(Leave(uid=self.config.uid), deadline_s=self.config.registry_s)
             except ActorError as error:
                 log.info("could not say goodbye to the registry: %s", error)
-        if self.membership is not None:
-            await self.membership.close()
-        if REGISTRY in self.cells:
-            await self.cells.pop(REGISTRY).stop()
-        self.caller.close()
-        self.deadlines.close()
-        await self.transport.close()
-        if self._own_dir is not None:
-            shutil.rmtree(self._own_dir, ignore_errors=True)
 
     # ------------------------------------------------------------------ views
 
