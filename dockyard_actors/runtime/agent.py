@@ -42,7 +42,7 @@ from dockyard_actors.runtime.supervision import (
     StopProcess,
 )
 from dockyard_actors.runtime.system import ActorSystem
-from dockyard_actors.transport.base import Address
+from dockyard_actors.transport.base import Address, TransportError
 
 log = logging.getLogger("dockyard.runtime.agent")
 
@@ -329,7 +329,19 @@ class NodeAgent:
         if self.system.registry is not None:
             self.system.registry.declare_dead(uid, cause, clean)
         elif self.system.membership is not None:
-            await self.system.membership.report_death(uid, cause, clean)
+            updates = self.system.membership.report_death(uid, cause, clean)
+            for (
+                child
+            ) in self.children.values():  # whoever is beside it hears of it from here, whatever the registry is doing
+                if child.pid and child.uid != uid:
+                    self._tell_child(child, updates)
+
+    def _tell_child(self, child: Child, updates: list[DirectoryUpdate]) -> None:
+        try:
+            for update in updates:
+                self.system.push(self.address_of(child), update)
+        except TransportError as error:  # the registry will tell it
+            log.warning("could not tell %s of a death: %s", child.spec.name, error)
 
     def child_ended(self, name: str, cause: str) -> None:
         """A child is not started again (no cause: it is): whoever would wait for it need not."""

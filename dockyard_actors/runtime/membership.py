@@ -18,7 +18,7 @@ from dockyard_actors.runtime.directory import REGISTRY, Entry, ProcessRecord, di
 from dockyard_actors.runtime.errors import ActorCrashed, ActorError, AskTimeout, PeerDied, ProtocolRefused, RegistryDown
 from dockyard_actors.runtime.leases import LOOKS
 from dockyard_actors.runtime.message import Message, R, reply_decoder
-from dockyard_actors.runtime.parts import part_bytes, parts
+from dockyard_actors.runtime.parts import news_parts, part_bytes
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.registry import (
     REGISTRY_CONTROL,
@@ -94,6 +94,7 @@ class Membership:
         self._watch: PidWatch | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
+        self._reports: set[asyncio.Task[None]] = set()  # of deaths
         self._closed = False
 
     @property
@@ -125,6 +126,7 @@ class Membership:
     async def close(self) -> None:
         self._closed = True
         tasks = [task for task in (self._renewing, self._rejoining, self._catching_up) if task is not None]
+        tasks += self._reports
         self._unwatch()
         for task in tasks:
             task.cancel()
@@ -153,15 +155,24 @@ class Membership:
         except TimeoutError:
             raise RegistryDown(f"{name} needs the registry to {what}, and {self.down}") from None
 
-    async def report_death(self, uid: str, cause: str, clean: bool) -> None:
-        """A node agent's child is dead. When the registry cannot be told now, it is told when it is back."""
+    def report_death(self, uid: str, cause: str, clean: bool) -> list[DirectoryUpdate]:
+        """A node agent's child is dead, which is known here at once, whatever the registry is doing; returned is what others can be
+        told of it. When the registry cannot be told now, it is told when it is back."""
+        entries, most = self._entries_of({uid}, cause, clean), part_bytes(self.system.config.max_frame_bytes)
+        updates = [DirectoryUpdate(names, dead) for names, dead in news_parts({uid: cause}, entries, most)]
+        for update in updates:
+            self.system.take(update)
         if self._down is None:
-            try:
-                await self.system.ref(REGISTRY).ask(ProcessDied(uid=uid, cause=cause, clean=clean))
-                return
-            except ActorError as error:
-                self.lost(f"it could not be told of a death: {error}")
-        self.system.take(DirectoryUpdate(self._entries_of({uid}, cause), {uid: cause}))
+            report = self._own(self._report(ProcessDied(uid=uid, cause=cause, clean=clean)), "report a death")
+            self._reports.add(report)
+            report.add_done_callback(self._reports.discard)
+        return updates
+
+    async def _report(self, death: ProcessDied) -> None:
+        try:
+            await self.system.ref(REGISTRY).ask(death)
+        except ActorError as error:
+            self.lost(f"it could not be told of a death: {error}")
 
     async def report_end(self, process: str, cause: str) -> None:
         """A node agent's child is not started again (no cause: it is). A registry that is gone is not told: its askers wait longer."""
@@ -313,8 +324,8 @@ class Membership:
                     gone[entry.uid] = f"its node agent is gone: {cause}"
         self.system.take(DirectoryUpdate(self._entries_of(gone, cause), gone))
 
-    def _entries_of(self, uids: Iterable[str], cause: str) -> tuple[Entry, ...]:
-        return tuple(died(e, cause) for e in self.system.directory.entries.values() if e.alive and e.uid in uids)
+    def _entries_of(self, uids: Iterable[str], cause: str, clean: bool = False) -> tuple[Entry, ...]:
+        return tuple(died(e, cause, clean) for e in self.system.directory.entries.values() if e.alive and e.uid in uids)
 
     async def _rejoin(self, down: _Down) -> None:
         system, config = self.system, self.system.config
@@ -364,10 +375,8 @@ class Membership:
         known = [entry for entry in system.directory.entries.values() if entry.name != REGISTRY]
         known.sort(key=lambda entry: entry.uid != uid)
         children, forgotten = tuple(self.children()), system.directory.entries.forgotten
-        claims = list(parts([*system.gone.items(), *known], part_bytes(system.config.max_frame_bytes))) or [()]
-        for number, part in enumerate(claims, 1):
-            entries = tuple(item for item in part if isinstance(item, Entry))
-            gone = dict(item for item in part if not isinstance(item, Entry))
+        claims = list(news_parts(system.gone, known, part_bytes(system.config.max_frame_bytes)))
+        for number, (entries, gone) in enumerate(claims, 1):
             last = number == len(claims)
             claim = Claim(uid=uid, entries=entries, gone=gone, children=children, last=last, forgotten=forgotten)
             reply = await system.ref(REGISTRY).ask(claim, deadline_s=system.config.registry_s)

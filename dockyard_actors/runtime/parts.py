@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.message import encoder
 
 T = TypeVar("T")
@@ -33,3 +34,18 @@ def parts(items: Iterable[T], most: int) -> Iterator[tuple[T, ...]]:
         size += more
     if part:
         yield tuple(part)
+
+
+def news_parts(
+    gone: dict[str, str], entries: Iterable[Entry], most: int
+) -> Iterator[tuple[tuple[Entry, ...], dict[str, str]]]:
+    """Names, and dead processes (uid → cause), as messages carry them: the dead first. One part at least."""
+    news = (*gone.items(), *entries)
+    for part in parts(news, most) if len(news) > 1 else (news,):
+        yield news_of(part)
+
+
+def news_of(part: tuple[Entry | tuple[str, str], ...]) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    """One part, sorted out."""
+    entries = tuple(item for item in part if isinstance(item, Entry))
+    return entries, dict(item for item in part if not isinstance(item, Entry))

@@ -80,11 +80,11 @@ class Pings:
                 self._heard(child)
 
     def forget(self, uid: str, address: Address) -> None:
-        """A child is dead."""
+        """A child is dead: closes the connection to it."""
         ping = self._pending.pop(uid, None)
         if ping is not None:
             ping.cancel()
-            self.agent.system.hang_up(address)
+        self.agent.system.hang_up(address)
 
     def _ping_child(self, child: Child) -> None:
         pending = self._pending.get(child.uid)

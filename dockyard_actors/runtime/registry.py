@@ -21,7 +21,7 @@ from dockyard_actors.runtime.directory import CAUSE_MAX, Entry, Gone, Names, Pro
 from dockyard_actors.runtime.directory import REGISTRY as REGISTRY
 from dockyard_actors.runtime.leases import Leases
 from dockyard_actors.runtime.message import Message, encoder
-from dockyard_actors.runtime.parts import PART_BYTES, parts
+from dockyard_actors.runtime.parts import PART_BYTES, news_of, news_parts, parts
 from dockyard_actors.runtime.pidwatch import PidWatch
 from dockyard_actors.runtime.reconciliation import Reconciliation
 from dockyard_actors.runtime.scope import handled
@@ -232,6 +232,11 @@ class Registry(Actor):
         if process.agent in self.gone:
             return Refused(f"the node agent of process {process.name} is gone: {self.gone[process.agent]}", fenced=True)
         known = self.processes.get(process.uid)
+        if (
+            known is None and process.agent
+        ):  # it runs one of a name at a time, and its report of the other's death is on its way
+            for other in [p for p in self.processes.values() if (p.agent, p.name) == (process.agent, process.name)]:
+                self.declare_dead(other.uid, f"its node agent has started {process.name} anew")
         if known is not None and known != process:
             return Refused(
                 f"process {known.name} (pid {known.pid} on {known.host}) has joined under the uid {process.uid} already: "
@@ -289,7 +294,7 @@ class Registry(Actor):
             self.entries[place[1:]] if place[0] == _NAMES else (place[1:], self.gone[place[1:]]) for place in places
         )
         part = next(parts(items, self.part_bytes), ())
-        return *_sorted_out(part), places[len(part) - 1] if len(part) < len(places) else ""
+        return *news_of(part), places[len(part) - 1] if len(part) < len(places) else ""
 
     @control
     async def claim(self, msg: Claim) -> Claimed | Refused:
@@ -469,10 +474,9 @@ class Registry(Actor):
             self.entries.put(entry)
         self._changed.set()
         self._changed = asyncio.Event()
-        news = (*(gone or {}).items(), *entries)
-        for part in [news] if len(news) <= 1 else parts(news, self.part_bytes):
+        for names, dead in news_parts(gone or {}, entries, self.part_bytes):
             self.number += 1
-            self._tell_all(DirectoryUpdate(*_sorted_out(part), self.epoch, suspects or {}, self.number, ended or {}))
+            self._tell_all(DirectoryUpdate(names, dead, self.epoch, suspects or {}, self.number, ended or {}))
             suspects = ended = None
 
     def _tell_all(self, update: DirectoryUpdate) -> None:
@@ -492,14 +496,6 @@ class Registry(Actor):
 
 
 _GONE, _NAMES = "0", "1"  # how places of dead processes and of names begin
-
-
-def _sorted_out(part: Iterable[Entry | tuple[str, str]]) -> tuple[tuple[Entry, ...], dict[str, str]]:
-    """Names, and dead processes with their causes."""
-    part = tuple(part)
-    return tuple(item for item in part if isinstance(item, Entry)), dict(
-        item for item in part if not isinstance(item, Entry)
-    )
 
 
 def _sender() -> str | None:

@@ -10,6 +10,7 @@ import time
 
 from dockyard_actors.runtime.errors import PermanentError
 from dockyard_actors.runtime.guard import guard
+from dockyard_actors.runtime.message import Message
 from dockyard_actors.runtime.process import main_process
 from dockyard_actors.runtime.system import ActorSystem
 from tests.runtime.actors import Waiter
@@ -17,6 +18,22 @@ from tests.runtime.actors import Waiter
 
 class Hopeless(PermanentError):
     pass
+
+
+class Heard(Message[tuple[str, ...]], frozen=True):
+    """The causes of deaths that it was told of."""
+
+
+class Watcher(Waiter):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    async def on_start(self) -> None:
+        self.ctx.watch(self.name)
+
+    async def heard(self, msg: Heard) -> tuple[str, ...]:
+        return tuple(death.cause for death in self.deaths)
 
 
 async def build(system: ActorSystem) -> None:
@@ -29,7 +46,7 @@ async def build(system: ActorSystem) -> None:
         subprocess.Popen(["sleep", "1000"])
         subprocess.Popen(["sleep", "1001"], start_new_session=True)
         subprocess.run(["sh", "-c", "setsid sleep 1002 &"], check=True)  # a daemon: its parent is gone
-    await system.start(Waiter(), sys.argv[1])
+    await system.start(Watcher(sys.argv[3]) if how == "watch" else Waiter(), sys.argv[1])
     if how == "deaf":
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -22,6 +22,7 @@ from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.transport.base import TransportError, create_keys
 from tests.runtime.actors import Add, Block, Counter, Die, Pid, Total
 from tests.runtime.agent_main import role
+from tests.runtime.role import Heard
 
 UP_S = 30.0
 
@@ -186,3 +187,35 @@ async def test_over_ipc_another_runs_keys_are_refused_with_the_reason(tmp_path: 
             await ActorSystem(
                 SystemConfig(name="x", rendezvous=primary.rendezvous, key_file=tmp_path / "other")
             ).__aenter__()
+
+
+async def test_who_is_beside_a_process_hears_of_its_death_and_it_comes_back_while_the_primary_is_held(
+    launch, tmp_path: Path
+) -> None:
+    primary = await launch(roles=["a"], runtime_parent=str(tmp_path))
+    config = AgentConfig(name="host2", rendezvous=primary.ready["rendezvous"])
+    async with NodeAgent(config) as secondary:
+        watcher = Counter()
+        await secondary.system.start(watcher, "w")
+        watcher.ctx.watch("far")
+        for name, how in (("far", ()), ("beside", ("watch", "far"))):
+            policy = RestartPolicy(backoff_s=0.02)
+            await secondary.spawn(role(name, tmp_path, *how, policy=policy))
+            await secondary.system.ref(name).ask(Total(), retry=True, deadline_s=UP_S)
+        os.kill(primary.process.pid, signal.SIGSTOP)
+        pending = asyncio.ensure_future(secondary.system.ref("far").ask(Block(), deadline_s=UP_S))
+        await asyncio.sleep(0)
+        os.kill(secondary.children["far"].pid, signal.SIGKILL)
+        async with asyncio.timeout(config.agent_lost_s / 2):  # before it is missed
+            with pytest.raises(OutcomeUnknown, match="killed by SIGKILL"):
+                await pending
+            await eventually(lambda: secondary.children["far"].starts == 2)
+            while not (heard := await secondary.system.ref("beside").ask(Heard())):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert heard == ("killed by SIGKILL",)
+        assert [death.cause for death in watcher.deaths] == ["killed by SIGKILL"]
+        os.kill(primary.process.pid, signal.SIGCONT)
+        assert await secondary.system.ref("far").ask(Add(), retry=True, deadline_s=UP_S) == 1
+        assert secondary.children["far"].starts == 2, "it got its name at once"
+        assert await secondary.system.ref("beside").ask(Heard()) == heard, "once"
+        assert len(watcher.deaths) == 1

@@ -395,3 +395,18 @@ def test_whatever_the_order_of_claims_numbers_only_grow_and_the_living_keep_thei
         await registry.on_stop()
 
     run(main())  # simulated time: nobody is late because the machine is busy
+
+
+async def test_a_process_that_its_node_agent_started_anew_takes_the_place_of_the_one_before_it() -> None:
+    world = World()
+    await world.join("agent", is_agent=True)
+    first = ProcessRecord("first", "role", 1, "elsewhere", Address(ipc="/first"), agent="agent")
+    again = ProcessRecord("again", "role", 2, "elsewhere", Address(ipc="/again"), agent="agent")
+    other = ProcessRecord("other", "role", 3, "elsewhere", Address(ipc="/other"), agent="another agent")
+    for process in (first, other):
+        await world.registry.join(Join(process=process))
+    assert await world.register("x", "first") == Registered(1)
+    assert isinstance(await world.registry.join(Join(process=again)), Joined)
+    assert "started role anew" in world.registry.gone["first"]
+    assert await world.register("x", "again") == Registered(2)
+    assert "other" in world.registry.processes, "that of another agent is another"
