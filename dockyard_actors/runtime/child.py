@@ -98,10 +98,15 @@ class Child:
     # ------------------------------------------------------------------ commands
 
     def start(self) -> None:
-        """Starts it and its supervision. OSError when it cannot be started at all."""
+        """Starts it and its supervision. OSError when it cannot be started at all: then it has failed."""
         self._stop.clear()
         self._tell_end = True
-        self._spawn()
+        try:
+            self._spawn()
+        except Exception as error:
+            self.cause = f"cannot be started: {error}"
+            self._set_state("failed")
+            raise
         if self.starts > 1:
             self.supervisor.child_ended(self.spec.name, "")
         self._task = self.supervisor.own(self._live(), f"supervise {self.spec.name}")
@@ -198,7 +203,9 @@ class Child:
         """Whether its process runs at this moment, whatever has been noticed of it."""
         if not self.pid or self._ended is None or self._ended.done() or self._watch.fd < 0:
             return False
-        return not select.select([self._watch.fd], [], [], 0)[0]
+        poll = select.poll()
+        poll.register(self._watch.fd, select.POLLIN)
+        return not poll.poll(0)
 
     async def next_change(self) -> None:
         await self.changed.wait()
@@ -211,10 +218,20 @@ class Child:
     # ------------------------------------------------------------------ life
 
     def _spawn(self) -> None:
+        """Raises OSError when that is not possible; then nothing of it is left."""
+        before, self._process = self.socket_dir, None
+        try:
+            self._launch()
+        except BaseException:
+            self._undo(made=self.socket_dir != before)
+            raise
+
+    def _launch(self) -> None:
         self.starts += 1
         self.uid = secrets.token_hex(8)
-        self.socket_dir = self.runtime_dir / f"{self.spec.name.replace('/', '_')}.{self.starts}"
-        self.socket_dir.mkdir(mode=0o700)
+        socket_dir = self.runtime_dir / f"{self.spec.name.replace('/', '_')}.{self.starts}"
+        socket_dir.mkdir(mode=0o700)
+        self.socket_dir = socket_dir
         self.board = GuardBoard(board_path(self.socket_dir), create=True)
         bootstrap = self.supervisor.bootstrap(self.spec.name, self.uid, self.socket_dir)
         env = {**os.environ, **self.spec.env, ENVIRONMENT: msgspec.json.encode(bootstrap).decode()}
@@ -230,12 +247,22 @@ class Child:
                 stderr=output,
                 start_new_session=True,
             )
+        self._watch = PidWatch(self._process.pid, self._on_end)
         self.pid = self._process.pid
         self.started_at, self.started_mono = time.time(), time.monotonic()
         self._ended = asyncio.get_running_loop().create_future()
-        self._watch = PidWatch(self.pid, self._on_end)
         self._set_state("starting")
         log.info("%s#%d started, pid %d, log %s", self.spec.name, self.starts, self.pid, self.log_path)
+
+    def _undo(self, made: bool) -> None:
+        """A start that failed, at whatever point: a process whose end nobody would see must not run."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self.pid = 0
+        if made:
+            self._remove()
 
     def _on_end(self) -> None:
         if self._ended is not None and not self._ended.done():
@@ -248,9 +275,20 @@ class Child:
             self.supervisor.child_ended(self.spec.name, f"{how} ({self.cause})")
 
     async def _supervise(self) -> None:
+        try:
+            await self._keep()
+        except Exception as error:  # nobody would look after it any longer; the agent takes this for its own failure
+            self.cause = f"its supervision failed: {error!r}"
+            if self._process is not None:
+                self._kill_group()
+                self._bury()
+            self._set_state("failed")
+            raise
+
+    async def _keep(self) -> None:
         while True:
             assert self._ended is not None
-            await self._ended
+            await asyncio.wait((self._ended,))
             self._kill_group()
             end = self._find_end()
             done = end.code == 0 and not self.spec.keep_running
@@ -274,7 +312,8 @@ class Child:
             try:
                 self._spawn()
             except OSError as error:
-                self._fail(_End(-1, f"cannot be started again: {error}"))
+                self.cause = f"cannot be started again: {error}"
+                self._fail(_End(-1, self.cause))
                 return
 
     async def _may_start_again(self, end: _End, crashed: bool, halted: bool) -> bool:
@@ -331,6 +370,9 @@ class Child:
         self._process.wait()
         self._watch.close()
         self.pid = 0
+        self._remove()
+
+    def _remove(self) -> None:
         if self.board is not None:
             self.board.close()
             self.board = None
@@ -347,7 +389,9 @@ class Child:
             ):  # ours, whichever came first: one that has no handler yet dies of the first
                 ended = "killed"
             return _End(code, f"{self._kill_reason} ({ended})", tail=tail)
-        with contextlib.suppress(FileNotFoundError):  # only a crash of the actor system leaves one
+        with contextlib.suppress(
+            OSError, msgspec.DecodeError
+        ):  # only a crash of the actor system leaves one, if it can
             told = msgspec.json.decode(cause_path(self.socket_dir).read_bytes(), type=Cause)
             return _End(code, f"{told.where}: {told.error} ({ended})", told.traceback, tail, told.permanent)
         if code > 0 and tail and not _LOGGED.match(tail[-1]):  # most likely the last line of a traceback
@@ -402,8 +446,12 @@ class Child:
 
 
 def _tail(path: Path) -> tuple[str, ...]:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError as error:  # somebody removed it, or there is no descriptor left: the end is known all the same
+        log.warning("the log of a process that ended cannot be read: %s", error)
+        return ()
     return tuple(line for line in lines if line.strip())[-_TAIL_LINES:]

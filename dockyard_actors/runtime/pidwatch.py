@@ -22,7 +22,11 @@ class PidWatch:
         except ProcessLookupError:
             self._loop.call_soon(self._exited)
             return
-        self._loop.add_reader(self.fd, self._exited)
+        try:
+            self._loop.add_reader(self.fd, self._exited)
+        except BaseException:
+            os.close(self.fd)
+            raise
 
     def close(self) -> None:
         self._on_exit = lambda: None

@@ -248,9 +248,9 @@ class Registry(Actor):
                     process.address.endpoint(lane, self.own.host)
             except TransportError as error:  # it could ask and never be told anything, and nobody could answer for it
                 return Refused(f"process {process.name} could not be reached: {error}, or a tcp_bind of its own")
+            self._look_after(process)
             self.processes[process.uid] = process
             log.info("process %s joined (pid %d, uid %s)", process.name, process.pid, process.uid)
-            self._look_after(process)
             if self.on_join is not None:
                 self.on_join(process)
         self._leases.heard(process.uid)
