@@ -187,8 +187,35 @@ def _refuse_number_lists(info: msgspec.inspect.Type, where: str, seen: set[type]
 
 
 def fingerprint(kinds: list[type[Message[Any]]]) -> str:
-    """Short hash of the field names and types of these messages and their replies; logged so that skew can be seen."""
+    """Short hash of the names and types of all fields of these messages and their replies, and of what is in them; logged so that skew can
+    be seen. The same in every process; defaults, which a peer may change without harm, are no part of it."""
     text = ";".join(
-        f"{msgspec.inspect.type_info(kind)}>{reply_type(kind)}" for kind in sorted(kinds, key=lambda k: k.__name__)
+        f"{_shape(msgspec.inspect.type_info(kind), ())}>{_shape(msgspec.inspect.type_info(reply_type(kind)), ())}"
+        for kind in sorted(kinds, key=lambda k: k.__name__)
     )
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _shape(value: Any, within: tuple[type, ...]) -> str:
+    """A type as it goes over the wire. within: the classes that it is a part of; they are named only."""
+    inspect = msgspec.inspect
+    if isinstance(value, inspect.Metadata):
+        return _shape(value.type, within)
+    if isinstance(value, inspect.StructType | inspect.DataclassType | inspect.NamedTupleType):
+        if value.cls in within:
+            return value.cls.__name__
+        within = (*within, value.cls)
+        fields = [f"{field.encode_name}:{_shape(field.type, within)}" for field in value.fields]
+        in_order = isinstance(value, inspect.NamedTupleType) or getattr(value, "array_like", False)
+        shape = "".join(f"({field})" for field in (fields if in_order else sorted(fields)))
+        return f"{value.cls.__name__}{getattr(value, 'tag', None)!r}{in_order}{shape}"
+    if isinstance(value, inspect.UnionType):
+        return "|".join(sorted(_shape(member, within) for member in value.types))
+    if isinstance(value, inspect.EnumType):
+        return f"{value.cls.__name__}{sorted(repr(member.value) for member in value.cls)}"
+    if isinstance(value, inspect.Type):
+        parts = (f"{name}={_shape(getattr(value, name), within)}" for name in value.__struct_fields__)
+        return f"{type(value).__name__}({','.join(parts)})"
+    if isinstance(value, tuple):
+        return f"[{','.join(_shape(member, within) for member in value)}]"
+    return value.__qualname__ if isinstance(value, type) else repr(value)
