@@ -30,7 +30,7 @@ from dockyard_actors.runtime.errors import (
     UnknownName,
 )
 from dockyard_actors.runtime.failures import failure
-from dockyard_actors.runtime.message import Message, R, Stream, encoder, not_asked, reply_decoder
+from dockyard_actors.runtime.message import Message, R, Stream, Undecodable, encoder, not_asked, reply_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.streams import Streaming
 from dockyard_actors.runtime.waits import LONGEST_S, PendingReply, PendingRoom, Wait, Waiting, endless, no_room
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dockyard.runtime.caller")
 
-_FRAME_ROOM = 64  # bytes of a frame that are not the envelope's
+_FRAME_ROOM = (
+    80  # bytes of a frame that are not the envelope's, and what its number may grow by while it waits for room
+)
 _USER, _CONTROL = Lane.USER, Lane.CONTROL  # a member of an enum is a slow attribute
 
 
@@ -89,7 +91,7 @@ class Caller:
             body = await self.ask_entry(entry, ref.owner, msg, deadline, trace=trace, wait=wait)
         try:
             return decode(body)
-        except msgspec.MsgspecError as error:
+        except Undecodable as error:
             raise BadReply(
                 f"{ref.name} answered {kind.__name__} with something else than its reply type: {error}"
             ) from error
@@ -124,6 +126,8 @@ class Caller:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: no room")
             raise
         except (UnknownName, PeerDied) as error:
+            if self.closed:
+                raise SystemClosed(f"{self.system.config.name}: the actor system is closed") from error
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: {error}")
 
     async def ask_entry(
@@ -251,7 +255,12 @@ class Caller:
         if not window.probing:
             window.probing = True
             self.loop.call_later(self.system.config.probe_s, self._probe, outlet, lane, window, room.entry)
-        await self.bounded(room)
+        try:
+            await self.bounded(room)
+        except BaseException:
+            with contextlib.suppress(ValueError):  # it was sent all the same
+                window.waiters.remove(room)
+            raise
 
     def _probe(self, outlet: Outlet, lane: Lane, window: Window, entry: Entry) -> None:
         """Somebody still waits: asks what the receiver has, because what a lost connection took with it gives no credit back."""
@@ -387,3 +396,5 @@ class Caller:
             wait.fail(SystemClosed(f"{wait.describe()}, but this process's actor system closes"))
         for feed in list(self.feeds.values()):
             feed.close()
+        self._outlets.clear()  # whoever sends from now on is told
+        self._by_peer.clear()

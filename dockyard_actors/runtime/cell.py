@@ -6,6 +6,7 @@ As long as no message has come it is a few hundred bytes and no task; what serve
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from dockyard_actors.transport.base import Lane, Peer, TransportError
 if TYPE_CHECKING:
     from dockyard_actors.runtime.system import ActorSystem
 
+
+log = logging.getLogger("dockyard.runtime.actor")
 
 NEVER = float("inf")
 _NAMES_TOLD = 20  # to who sent something that is not understood
@@ -80,9 +83,18 @@ class Cell:
             async with asyncio.timeout(self.system.config.stop_s):
                 await self.actor.on_stop()
         finally:
-            await asyncio.gather(*self._cancel_all(), return_exceptions=True)
+            if tasks := self._cancel_all():
+                _, stuck = await asyncio.wait(tasks, timeout=self.system.config.stop_s)
+                for task in stuck:
+                    log.error("%s: %s did not end although it was cancelled", self.name, task.get_name())
             if self.service is not None:
                 self.system.room_in(self.service)
+
+    def runs(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether a task is one of this actor's: of a handler, or its own."""
+        if self._owned is not None and task in self._owned:
+            return True
+        return self.service is not None and self.service.runs(task)
 
     def abandon(self) -> None:
         """The process is crashing: stop everything at once, run nothing of the actor."""

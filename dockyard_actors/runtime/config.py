@@ -35,6 +35,7 @@ class SystemConfig:
     mailbox_bytes: int = 64 << 20  # as mailbox_capacity, in bytes of envelopes
     concurrency: int = 1024  # @concurrent handlers of one actor running at once; each is one waiting task
     dedup_capacity: int = 4096  # replies remembered for asks that may be repeated
+    dedup_bytes: int = 64 << 20  # ... and how many bytes they may take
     fairness: int = 64  # messages handled without a pause before the loop may do something else
 
     ask_s: float = 10.0  # deadline of an ask that names none: control work takes ms, this allows for a busy 2-core host

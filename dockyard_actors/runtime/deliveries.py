@@ -95,16 +95,22 @@ class Places:
 
 
 class StreamCredit:
-    """How many more items of a stream may be sent."""
+    """How many more items of a stream may be sent: so many beyond those that its reader has taken."""
 
-    __slots__ = ("_waiter", "left")
+    __slots__ = ("_ahead", "_sent", "_taken", "_waiter")
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+        self._sent = self._taken = 0
         self._waiter: asyncio.Future[None] | None = None
 
-    def add(self, count: int) -> None:
-        self.left += count
+    @property
+    def left(self) -> int:
+        return self._taken + self._ahead - self._sent
+
+    def taken(self, count: int) -> None:
+        """The reader has taken so many in all."""
+        self._taken = max(self._taken, min(count, self._sent))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -121,5 +127,5 @@ class StreamCredit:
                 timer.cancel()
         if self.left <= 0:
             return False
-        self.left -= 1
+        self._sent += 1
         return True

@@ -94,7 +94,7 @@ class Item(msgspec.Struct, tag=9, array_like=True, gc=False):
 
 
 class More(msgspec.Struct, tag=10, array_like=True, gc=False):
-    """The reader of a stream has taken so many items: as many more may be sent."""
+    """The reader of a stream has taken so many items in all: a lost one is made good by the next, a repeated one changes nothing."""
 
     id: int
     dst: str

@@ -73,8 +73,9 @@ class Remembered:
 
     RUNNING = b""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, capacity_bytes: int) -> None:
+        self.capacity, self.capacity_bytes = capacity, capacity_bytes
+        self.size = 0  # bytes of the answers
         self._running: set[tuple[str, int]] = set()
         self._answered: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
@@ -95,9 +96,15 @@ class Remembered:
 
     def answer(self, key: tuple[str, int], encoded: bytes) -> None:
         self._running.discard(key)
+        self.size += len(encoded) - len(self._answered.pop(key, b""))
         self._answered[key] = encoded
-        while len(self._answered) > self.capacity:
-            self._answered.popitem(last=False)
+        while len(self._answered) > self.capacity or (self.size > self.capacity_bytes and len(self._answered) > 1):
+            self.size -= len(self._answered.popitem(last=False)[1])
+
+    def forget(self, uid: str) -> None:
+        """The asking process is dead: it asks nothing again."""
+        for key in [key for key in self._answered if key[0] == uid]:
+            self.size -= len(self._answered.pop(key))
 
     def drop(self, key: tuple[str, int]) -> None:
         """It was never handled to an end (expired or cancelled): a retry starts anew."""

@@ -88,6 +88,10 @@ def _instead(kind: type) -> str:
     return "use a struct, plain values or a numpy array"
 
 
+Undecodable = (msgspec.MsgspecError, RecursionError)
+"""What decoding a peer's bytes may raise: they are not what they should be, or nested too deep."""
+
+
 class _ArrayHeader(msgspec.Struct, array_like=True):
     dtype: str
     shape: tuple[int, ...]
@@ -96,12 +100,16 @@ class _ArrayHeader(msgspec.Struct, array_like=True):
 def _decode_ext(code: int, data: memoryview) -> Any:
     if code != _ARRAY_EXT:
         return msgspec.msgpack.Ext(code, bytes(data))
-    start = data[0] + 1
-    header = msgspec.msgpack.decode(data[1:start], type=_ArrayHeader)
-    dtype = np.dtype(header.dtype)
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"array of dtype {dtype} refused")
-    return np.frombuffer(data[start:], dtype).reshape(header.shape).copy()  # aligned, and does not keep the frame alive
+    try:
+        start = data[0] + 1
+        header = msgspec.msgpack.decode(data[1:start], type=_ArrayHeader)
+        dtype = np.dtype(header.dtype)
+        if dtype.kind not in _ARRAY_KINDS:
+            raise ValueError(f"dtype {dtype} is refused")
+        array = np.frombuffer(data[start:], dtype).reshape(header.shape)
+        return array.copy()  # aligned, and does not keep the frame alive
+    except Exception as error:  # whatever a peer may have put there: it is no array, and nobody's process ends for it
+        raise msgspec.ValidationError(f"malformed array: {error}") from error
 
 
 def _decode_custom(kind: type, value: Any) -> Any:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dockyard_actors.runtime import envelope as wire
-from dockyard_actors.runtime.message import decoder, encoder
+from dockyard_actors.runtime.message import Undecodable, decoder, encoder
 from dockyard_actors.runtime.registry import DirectoryUpdate
 from dockyard_actors.transport.base import Lane, Peer
 
@@ -51,7 +49,7 @@ class Reception:
     def on_envelope(self, peer: Peer, lane: Lane, envelope: memoryview) -> None:
         try:
             message = wire.decode(envelope)
-        except msgspec.MsgspecError as error:
+        except Undecodable as error:
             self.system.counts.malformed += 1
             log.warning("ignored a malformed envelope from process %s: %s", peer.uid or "?", error)
             return
@@ -85,7 +83,11 @@ class Reception:
                 return  # what it was about has ended
             if isinstance(message, wire.Probe):
                 if cell.incarnation == message.incarnation:
-                    cell.serving().level(peer, lane, message)
+                    service = cell.serving()
+                    if peer not in service.accounts and peer.uid in self.system.gone:
+                        self.system.counts.fenced += 1
+                    else:
+                        service.level(peer, lane, message)
             elif cell.service is None:
                 return  # its message was lost
             elif isinstance(message, wire.More):
@@ -121,7 +123,7 @@ class Reception:
         """Who lives and who is dead is for the registry to say, and for this process's node agent when the registry is lost."""
         try:
             update = decoder(DirectoryUpdate).decode(message.body)
-        except msgspec.MsgspecError as error:
+        except Undecodable as error:
             self.system.counts.malformed += 1
             log.warning("ignored a malformed directory update from process %s: %s", peer.uid or "?", error)
             return

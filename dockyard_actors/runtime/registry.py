@@ -117,7 +117,7 @@ class Unregister(Message[Refused | None], frozen=True):
     """An actor stopped in order. Refused from who does not have the name (any more)."""
 
     name: str
-    incarnation: int
+    incarnation: int  # 0: whichever process ``uid`` has
     cause: str
     uid: str = ""
 
@@ -405,7 +405,8 @@ class Registry(Actor):
             if refused is not None:
                 return refused
         known = self.entries.get(msg.name)
-        if known is None or known.incarnation != msg.incarnation or (msg.uid and known.uid != msg.uid):
+        of_it = known is not None and msg.incarnation in (known.incarnation, 0 if msg.uid else known.incarnation)
+        if known is None or not of_it or (msg.uid and known.uid != msg.uid):
             now = "was never registered" if known is None else f"is at incarnation {known.incarnation}"
             return Refused(f"{msg.name}#{msg.incarnation} cannot be unregistered: the name {now}")
         if known.alive:

@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime.deliveries import Delivery, Event, Key, Places, Running, Stop, StreamCredit
 from dockyard_actors.runtime.errors import ActorError, WireError
 from dockyard_actors.runtime.failures import said
 from dockyard_actors.runtime.mailbox import Mailbox, Remembered
-from dockyard_actors.runtime.message import MessageTypeError, encoder
+from dockyard_actors.runtime.message import MessageTypeError, Undecodable, encoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.status import Times
 from dockyard_actors.transport.base import Lane, Peer, TransportError
@@ -44,7 +42,7 @@ class Service:
         config = cell.system.config
         self.user: Mailbox[Delivery | Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
         self.control: Mailbox[Delivery | Event | Stop] = Mailbox(config.mailbox_capacity, config.mailbox_bytes)
-        self.remembered = Remembered(config.dedup_capacity)
+        self.remembered = Remembered(config.dedup_capacity, config.dedup_bytes)
         self.times: dict[str, Times] = {}
         self._at_work: Delivery | None = None  # of the serial user messages
         self._since = 0.0  # when its handler began, by perf_counter
@@ -151,6 +149,9 @@ class Service:
             for task in stuck:
                 log.error("%s: %s did not end although it was cancelled", self.cell.name, task.get_name())
 
+    def runs(self, task: asyncio.Task[Any] | None) -> bool:
+        return task in self._tasks.values() or any(running.task is task for running in self.running.values())
+
     def refuse_all(self) -> None:
         """The actor never came up: whoever sent something hears of it."""
         for box in (self.user, self.control):
@@ -177,6 +178,7 @@ class Service:
                 self._cancelled.add(item.key)
         for peer in [peer for peer in self.accounts if peer.uid == uid]:
             del self.accounts[peer]
+        self.remembered.forget(uid)
 
     # ------------------------------------------------------------------ serving
 
@@ -206,19 +208,20 @@ class Service:
                 await self._event(item, cancelling, uncancel)
                 continue
             peer, lane, message, handler, deadline, size = item
-            account = accounts.get(peer) or self.account(peer)
-            credit = account[lane]
-            credit[0] += 1
-            credit[1] += size
-            if credit[0] >= every or credit[1] >= every_bytes:
-                self._give_back(peer, lane, credit)
+            account = accounts.get(peer) or self._account(peer)
+            if account is not None:
+                credit = account[lane]
+                credit[0] += 1
+                credit[1] += size
+                if credit[0] >= every or credit[1] >= every_bytes:
+                    self._give_back(peer, lane, credit)
             asked = type(message) is wire.Ask
             if asked and (deadline <= now() or (self._cancelled and item.key in self._cancelled)):
                 self._skip(item)
                 continue
             try:
                 decoded = handler.decode(message.body)
-            except msgspec.MsgspecError as error:
+            except Undecodable as error:
                 text = f"{message.kind} does not decode: {error}"
                 self.refuse(peer, lane, message, wire.NOT_UNDERSTOOD, text)
                 continue
@@ -313,7 +316,7 @@ class Service:
         running = Running(item)
         if asked:
             key: Key | int = item.key
-            if item.deadline != float("inf"):
+            if item.deadline < float("inf"):
                 self.system.deadlines.push(item.deadline, running)
         else:
             self._number += 1
@@ -396,7 +399,7 @@ class Service:
         """The reader of a stream has room for more items."""
         running = self.running.get((peer.uid, more.id))
         if running is not None and running.credit is not None:
-            running.credit.add(more.count)
+            running.credit.taken(more.count)
 
     def cancel(self, peer: Peer, request: int) -> None:
         """The asker gave up. A serial handler at work goes on to its end: half of its change would be worse."""
@@ -465,6 +468,10 @@ class Service:
         credit[1] += size
         if credit[0] >= self._credit_every or credit[1] >= self._credit_bytes:
             self._give_back(peer, lane, credit)
+
+    def _account(self, peer: Peer) -> list[list[int]] | None:
+        """None for a process that was declared dead meanwhile: it gets no credit, and what it still sends is fenced."""
+        return None if peer.uid in self.system.gone else self.account(peer)
 
     def account(self, peer: Peer) -> list[list[int]]:
         account = self.accounts[peer] = [[0, 0, 0, 0, 0] for _ in Lane]

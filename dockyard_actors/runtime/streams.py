@@ -16,7 +16,7 @@ from dockyard_actors.runtime import envelope as wire
 from dockyard_actors.runtime import routes
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import BadReply, OutcomeUnknown, StreamBroken, SystemClosed
-from dockyard_actors.runtime.message import I, Stream, encoder, item_decoder
+from dockyard_actors.runtime.message import I, Stream, Undecodable, encoder, item_decoder
 from dockyard_actors.runtime.scope import handled
 from dockyard_actors.runtime.waits import PendingItem, PendingRoom
 from dockyard_actors.transport.base import Lane, Peer
@@ -36,7 +36,7 @@ class Streaming(Generic[I]):
         self._item_s = caller.system.config.ask_s if item_s is None else item_s
         self._decode = item_decoder(type(msg))
         self._items: deque[msgspec.Raw] = deque()
-        self._received = self._taken = 0
+        self._received = self._taken = self._told = 0
         self._end: BaseException | None = None  # StopAsyncIteration: it ended in order
         self._next: PendingItem | None = None
         self._entry: Entry | None = None
@@ -74,7 +74,14 @@ class Streaming(Generic[I]):
             transmit(window.sent)
         else:
             room = PendingRoom(caller.loop, ref.owner, entry, kind, deadline, trace)
-            await caller.room(outlet, self._lane, window, room, transmit, True)
+            try:
+                await caller.room(outlet, self._lane, window, room, transmit, True)
+            except BaseException:
+                if (
+                    caller.feeds.pop(self._request, None) is not None
+                ):  # it was sent in the tick in which the reader gave up
+                    self._send(wire.Cancel(self._request, ref.name))
+                raise
         return self
 
     async def __aexit__(
@@ -103,12 +110,11 @@ class Streaming(Generic[I]):
             raise self._end
         body = self._items.popleft()
         self._taken += 1
-        if self._taken * 2 >= self._credit and self._end is None:
-            self._send(wire.More(self._request, self._ref.name, self._taken))
-            self._taken = 0
+        if (self._taken - self._told) * 2 >= self._credit and self._end is None:
+            self._tell()
         try:
             return self._decode(body)
-        except msgspec.MsgspecError as error:
+        except Undecodable as error:
             raise BadReply(
                 f"{self._ref.name} sent an item of {type(self._msg).__name__} that is none: {error}"
             ) from error
@@ -116,7 +122,10 @@ class Streaming(Generic[I]):
     # ------------------------------------------------------------------ what the caller brings
 
     def item(self, item: wire.Item) -> None:
-        if self._end is not None or item.number == wire.NO_ITEM:
+        if self._end is not None:
+            return
+        if item.number == wire.NO_ITEM:
+            self._tell()  # yes, somebody reads; the sender waits for room, so what told it of some was lost
             return
         if item.number != self._received:
             self._finish(StreamBroken(f"{self.describe()}: item {item.number} came where {self._received} was due"))
@@ -165,6 +174,10 @@ class Streaming(Generic[I]):
             await caller.bounded(wait)
         finally:
             self._next = None
+
+    def _tell(self) -> None:
+        self._told = self._taken
+        self._send(wire.More(self._request, self._ref.name, self._taken))
 
     def _finish(self, end: BaseException) -> None:
         self._end = end

@@ -31,7 +31,7 @@ from dockyard_actors.runtime.cell import Cell
 from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.deadlines import Deadlines
 from dockyard_actors.runtime.directory import Directory, Entry, Gone, ProcessRecord, died
-from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown, SystemClosed
+from dockyard_actors.runtime.errors import ActorCrashed, ActorError, NameTaken, RegistryDown, SystemClosed, UnknownName
 from dockyard_actors.runtime.membership import Membership, enrol
 from dockyard_actors.runtime.message import encoder
 from dockyard_actors.runtime.parts import part_bytes
@@ -48,6 +48,7 @@ from dockyard_actors.runtime.registry import (
     Registry,
     Unregister,
 )
+from dockyard_actors.runtime.scope import fresh
 from dockyard_actors.runtime.service import Service
 from dockyard_actors.runtime.status import CRASH_CODE, Counts, DeadLetter, StopRequest, SystemStats, SystemStatus
 from dockyard_actors.runtime.waits import Wait
@@ -90,6 +91,8 @@ class ActorSystem:
         self.cells: dict[str, Cell] = {}
         self._watchers: dict[str, dict[Cell, None]] = {}  # by name, in the order in which they are told
         self._starting: dict[str, Actor] = {}  # those whose names are being registered
+        self._giving_up: dict[str, asyncio.Task[None]] = {}  # names whose start failed before the registry's answer
+        self._stopping: dict[str, asyncio.Task[None]] = {}
         self._full: set[Service] = set()
         self._dead_letters: deque[DeadLetter] = deque(maxlen=DEAD_LETTERS)
         self._own_dir: Path | None = None
@@ -176,7 +179,11 @@ class ActorSystem:
         ``meta`` is kept by the registry beside pid, host and agent and is seen by everyone.
         """
         self._refuse(actor, name)
+        if self._closing:
+            raise SystemClosed(f"{self.config.name}: the actor system is closed")
         table = handlers_of(type(actor))
+        if name in self._giving_up:
+            raise NameTaken(f"an earlier start of {name!r} was given up a moment ago, and its name still is: try again")
         if name in self.cells or name in self._reception.early:
             raise NameTaken(
                 f"{self.config.name} runs an actor called {name!r} already: stop it first, or choose another name"
@@ -195,7 +202,7 @@ class ActorSystem:
         try:
             reply = await enrol(self, register)
         except BaseException:
-            self._reception.give_up(name)
+            self._give_up(name)
             raise
         finally:
             del self._starting[name]
@@ -239,15 +246,45 @@ class ActorSystem:
             )
 
     async def stop(self, name: str, cause: str = "stopped") -> None:
-        """Stops one actor in order: refuses what waits, lets the handler at work end, runs `on_stop`."""
-        cell = self.cells[name]
+        """Stops one actor in order: refuses what waits, lets the handler at work end, runs `on_stop`. Who asks again waits for the same
+        stop; it goes on when who asked is cancelled. Asked by the actor itself it returns at once: its handler has to end first."""
+        cell = self.cells.get(name)
+        if cell is None:
+            raise UnknownName(f"{self.config.name} runs no actor called {name!r}")
+        task = self._stopping.get(name)
+        if task is None:
+            task = self.loop.create_task(self._stop_cell(cell, cause), name=f"stop {name}", context=fresh())
+            self._stopping[name] = task
+            task.add_done_callback(lambda _: self._stopping.pop(name, None))
+        if not cell.runs(asyncio.current_task()):
+            await asyncio.shield(task)
+
+    async def _stop_cell(self, cell: Cell, cause: str) -> None:
         try:
             await cell.stop()
         finally:
             await self._withdraw(cell, cause)
 
+    def _give_up(self, name: str) -> None:
+        """The start of an actor failed before the registry's answer came: it may have registered the name all the same."""
+        self._reception.give_up(name)
+        if self._joined and not self._closing:
+            self._giving_up[name] = self.loop.create_task(self._disown(name), name=f"give up {name}", context=fresh())
+
+    async def _disown(self, name: str) -> None:
+        message = Unregister(name=name, incarnation=0, cause="its start was given up", uid=self.config.uid)
+        try:
+            await self.ref(REGISTRY).ask(message, deadline_s=self.config.registry_s)
+        except ActorError as error:
+            log.info("could not give up the name %s: %s", name, error)
+        finally:
+            del self._giving_up[name]
+
     async def _withdraw(self, cell: Cell, cause: str) -> None:
         self.cells.pop(cell.name, None)
+        if cell.service is not None:
+            cell.service.refuse_all()
+            self.room_in(cell.service)
         cell.abandon()
         self.former.pop(cell.name, None)
         for watchers in self._watchers.values():
@@ -278,6 +315,10 @@ class ActorSystem:
             cell.event("on_birth", Birth(entry.name, entry.incarnation, entry.meta))
 
     def _meta(self, more: dict[str, str] | None = None) -> dict[str, str]:
+        if more is not None and not (
+            isinstance(more, dict) and all(isinstance(part, str) for pair in more.items() for part in pair)
+        ):
+            raise TypeError(f"meta is a dict of text to text, which everybody can read, not {more!r}")
         if self._own_meta is None:
             self._own_meta = {
                 "pid": str(os.getpid()),

@@ -29,6 +29,7 @@ from dockyard_actors.transport.base import (
 
 _LENGTH = struct.Struct("<I")
 _DATA, _HELLO, _REFUSAL, _WHO = b"D", b"H", b"R", b"W"  # first byte of every frame
+_HELLO_MAX = 4096  # bytes of a hello in an unknown form that are looked at
 _NAME_MAX = 64  # characters of a name that a stranger said
 _FORGOTTEN_MAX = 4096  # connections of dead processes that are remembered
 _CONNECTIONS_MAX = 8  # of one process to one socket: it has one, and while it dials anew two
@@ -58,7 +59,7 @@ def _who(side: Hello | ControlConfig) -> str:
 
 def _major_of(frame: bytes) -> int | None:
     """The first number of a hello in whatever form."""
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         hello = msgspec.msgpack.decode(memoryview(frame)[1:])
         if isinstance(hello, list) and hello and isinstance(hello[0], int):
             return hello[0]
@@ -184,10 +185,12 @@ class _Port:
     def deliver(self, peer: Peer, frame: bytes) -> None:
         on_envelope, lane = self.transport.receiver.on_envelope, self.lane
         try:
-            for envelope in unpack(frame):
-                on_envelope(peer, lane, envelope)
+            envelopes = unpack(frame)
         except ValueError as error:
             self.transport.bad_frame(peer.uid, str(error))
+            return
+        for envelope in envelopes:
+            on_envelope(peer, lane, envelope)
 
 
 class Outbox:
@@ -317,8 +320,8 @@ class RouterPort(_Port):
     def _hello(self, identity: bytes, frame: bytes) -> None:
         try:
             hello = msgspec.msgpack.decode(memoryview(frame)[1:], type=Hello)
-        except msgspec.MsgspecError as error:
-            major = _major_of(frame)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            major = _major_of(frame) if len(frame) <= _HELLO_MAX else None
             if major in (None, PROTOCOL_MAJOR):
                 self.transport.bad_frame("stranger", f"malformed hello: {error}")
                 return

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from dockyard_actors.runtime.config import SystemConfig
-from dockyard_actors.runtime.errors import AskTimeout
+from dockyard_actors.runtime.errors import ActorError, AskTimeout
 from dockyard_actors.runtime.system import ActorSystem
 from tests.runtime.actors import Add, Counter
 
 
 async def test_a_zombie_is_not_served_by_whom_it_dials_for_the_first_time(tmp_path: Path) -> None:
     def config(name: str) -> SystemConfig:
-        return SystemConfig(name=name, uid=name, rendezvous=f"ipc://{tmp_path}/r", registry_s=0.1, stop_s=0.1)
+        return SystemConfig(
+            name=name, uid=name, rendezvous=f"ipc://{tmp_path}/r", registry_s=0.1, stop_s=0.1, window=2, probe_s=0.05
+        )
 
     async with ActorSystem(SystemConfig(ipc_prefix=f"{tmp_path}/r")) as home, ActorSystem(config("server")) as server:
         counter = Counter()
@@ -30,4 +32,8 @@ async def test_a_zombie_is_not_served_by_whom_it_dials_for_the_first_time(tmp_pa
             with pytest.raises(AskTimeout):
                 await zombie.ref("counter").ask(Add(), deadline_s=0.3)
             assert server.counts.fenced == 1
+            # more than its window: it asks how much waits there, and is told nothing
+            asks = (zombie.ref("counter").ask(Add(), deadline_s=0.5) for _ in range(5))
+            assert all(isinstance(answer, ActorError) for answer in await asyncio.gather(*asks, return_exceptions=True))
+            assert server.counts.fenced > 3
             assert await server.ref("counter").ask(Add()) == 1

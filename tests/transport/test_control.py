@@ -234,11 +234,13 @@ async def test_bytes_of_strangers_on_a_loopback_port_never_reach_the_receiver(sh
                 b"Z",
                 b"R",
                 b"H" + msgspec.msgpack.encode([1, 0]),
+                b"H" + b"\x91" * 20_000,  # nested deeper than any decoder goes
+                b"H" + b"\x91" * 2_000,
             ):
                 dealer.send(frame)
             dealer.send_multipart([b"D", b"two", b"parts"])
             dealer.close()
-        await eventually(lambda: server.counters()["bad_frames"] >= 14)
+        await eventually(lambda: server.counters()["bad_frames"] >= 18)
         friend.connect(Address(host="elsewhere", tcp=server.address.tcp)).send(Lane.USER, b"still serving")
         await inbox.until(lambda: inbox.got)
         assert inbox.bodies() == [b"still serving"]
