@@ -55,7 +55,7 @@ def test_no_envelope_outgrows_a_frame_at_a_join_a_restart_of_the_registry_or_a_d
         config = dataclasses.replace(CONFIG, max_frame_bytes=FRAME)
         async with World(1, None, config) as world:
             world.network.on_event = seen
-            many = await world.start("many", lambda process: start_all(process.system))
+            many = await world.start("many", start_all)
             view = await world.start("view")
             assert living(view.system) == set(NAMES), "of its join"
             await world.kill_registry()

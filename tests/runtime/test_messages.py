@@ -181,7 +181,7 @@ def test_handlers_are_found_by_their_annotation_and_marks() -> None:
 def test_remembered_replies_stay_bounded_and_a_running_ask_is_never_forgotten(
     requests: list[int], capacity: int
 ) -> None:
-    table = Remembered(capacity)
+    table = Remembered(capacity, 1 << 20)
     table.begin(("p", 999))
     for request in requests:
         key = ("p", request)
@@ -192,6 +192,21 @@ def test_remembered_replies_stay_bounded_and_a_running_ask_is_never_forgotten(
         assert table.seen(key) == b"%d" % request
         assert len(table) <= capacity + 1
     assert table.seen(("p", 999)) == Remembered.RUNNING
+
+
+def test_remembered_replies_are_bounded_in_bytes_and_go_with_their_asker() -> None:
+    table = Remembered(100, 1000)
+    for request in range(10):
+        table.answer(("p", request), bytes(300))
+        table.answer(("q", request), bytes(1))
+    assert table.size <= 1000
+    assert table.seen(("p", 9)) == bytes(300)
+    table.forget("p")
+    assert table.seen(("p", 9)) is None
+    assert table.seen(("q", 9)) == bytes(1)
+    assert table.size == len(table)
+    table.answer(("p", 11), bytes(5000))
+    assert table.seen(("p", 11)) == bytes(5000), "the newest stays whatever its size"
 
 
 class Ask(Message[int], frozen=True):
