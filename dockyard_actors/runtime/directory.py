@@ -101,6 +101,8 @@ class Directory:
     def apply(self, entry: Entry) -> bool:
         """Takes an entry unless a newer one is known; true when it changed something."""
         known = self.entries.get(entry.name)
+        if known is None and not entry.alive and entry.incarnation <= self.entries.forgotten:
+            return False
         if known is not None and (known.incarnation, not known.alive) >= (entry.incarnation, not entry.alive):
             return False
         self.put(entry)

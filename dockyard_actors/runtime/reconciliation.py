@@ -48,6 +48,7 @@ class Reconciliation:
         self._vouched: dict[str, str] = {}  # uid → uid of the node agent that says it lives
         self._believed: dict[str, Entry] = {}  # incarnations of missing processes whose name somebody living has
         self._unclaimed: dict[str, set[str]] = {}  # uid that is coming back → its names that it has claimed so far
+        self._heard_out: set[str] = set()  # processes that have claimed all that they have
         self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
@@ -78,6 +79,7 @@ class Reconciliation:
             self._missing.pop(uid, None)
             self._vouched.pop(uid, None)
             self._unclaimed.pop(uid, None)
+            self._heard_out.discard(uid)
         for entry in [e for e in self._believed.values() if e.uid in self.registry.gone]:
             del self._believed[entry.name]
             self._take(died(entry, self.registry.gone[entry.uid]), "")
@@ -103,6 +105,7 @@ class Reconciliation:
                 held.add(entry.name)
             self._take(entry, uid)  # also when an entry before fenced it: what it knows of numbers still counts
         if last and self._unclaimed.pop(uid, None) is not None and uid not in registry.gone:
+            self._heard_out.add(uid)
             left = [e for e in registry.entries.values() if e.alive and e.uid == uid and e.name not in held]
             left = [e for e in left if e.name not in registry.given]
             if left:
@@ -122,7 +125,9 @@ class Reconciliation:
         if known is None and not own and entry.incarnation <= registry.entries.forgotten:
             if not entry.alive:
                 return  # it died long ago
-            if entry.uid in registry.processes:  # who would claim it if it lived
+            if entry.uid in registry.processes:
+                if entry.uid not in self._heard_out:
+                    return  # it will claim it, unless it stopped long ago
                 entry = died(entry, "its process does not have it any more", clean=True)
         if known is None or (known.uid == entry.uid and (not own or known.alive)):
             if known is None or (entry.incarnation, not entry.alive) > (known.incarnation, not known.alive):

@@ -147,10 +147,33 @@ async def test_what_is_claimed_of_the_forgotten_does_not_bring_them_back(monkeyp
     await town.claim("b", held("y", 1, "a", alive=False))
     assert "y" not in town.registry.entries
     await town.claim("b", held("x", 1, "a"))
+    assert len(town.updates) == told, "a may still claim it"
+    await town.claim("a")
+    await town.claim("b", held("x", 1, "a"))
     assert town.holder("x") is None
     assert [e.alive for update in town.updates[told:] for e in update.entries] == [False], "b hears that it died"
     await town.claim("a", held("x", 1, "a"))
     assert town.holder("x") is not None, "whose it is knows better"
+
+
+async def test_who_comes_back_keeps_its_name_although_others_were_first_to_speak_of_it() -> None:
+    town = Town()
+    for uid in "ab":
+        await town.join(uid)
+    await town.claim("b", held("x", 3, "a"), forgotten=5)
+    await town.claim("a", held("x", 3, "a"))
+    assert town.holder("x") == (3, "a")
+    assert [e.alive for update in town.updates for e in update.entries] == [True]
+
+
+def test_a_replica_is_not_told_again_of_a_death_that_it_has_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "DEAD_NAMES", 1)
+    replica = Directory()
+    dead = [held(name, 2, "a", alive=False) for name in "xy"]
+    assert [replica.apply(entry) for entry in dead] == [True, True]
+    assert not replica.apply(dead[0])
+    assert replica.apply(held("x", 3, "b"))
+    assert replica.apply(held("x", 3, "b", alive=False))
 
 
 async def test_who_catches_up_forgets_whom_the_registry_has_forgotten(

@@ -59,7 +59,8 @@ class World:
             self.updates.append(update)
             for entry in update.entries:
                 known = self.replica.entries.get(entry.name)
-                assert self.replica.apply(entry) or known == entry, f"{entry} cannot follow {known}"
+                forgotten = known is None and not entry.alive
+                assert self.replica.apply(entry) or known == entry or forgotten, f"{entry} cannot follow {known}"
 
     async def join(self, uid: str, **more: Any) -> Joined | Refused:
         return await self.registry.join(Join(process=record(uid, **more)))
