@@ -226,7 +226,9 @@ class Registry(Actor):
 
     @control
     async def join(self, msg: Join) -> Joined | Refused:
-        process = msg.process
+        process, sender = msg.process, _sender()
+        if sender not in (None, process.uid):
+            return Refused(f"process {sender} may not speak for process {process.uid}")
         if process.uid in self.gone:
             return Refused(f"process {process.name} was declared dead: {self.gone[process.uid]}", fenced=True)
         if process.agent in self.gone:
@@ -352,6 +354,9 @@ class Registry(Actor):
         self.declare_dead(uid, f"nothing was heard of {who} for {silent_s:.1f} s (lease_s={self._leases.lease_s:g})")
 
     def _refused(self, uid: str) -> Refused | None:
+        sender = _sender()
+        if sender not in (None, uid):
+            return Refused(f"process {sender} may not speak for process {uid}")
         if uid in self.processes:
             return None
         cause = self.gone.get(uid)
@@ -400,13 +405,14 @@ class Registry(Actor):
 
     @control
     async def unregister(self, msg: Unregister) -> Refused | None:
-        if msg.uid:
-            refused = self._refused(msg.uid)
+        uid = msg.uid or _sender() or ""
+        if uid:
+            refused = self._refused(uid)
             if refused is not None:
                 return refused
         known = self.entries.get(msg.name)
-        of_it = known is not None and msg.incarnation in (known.incarnation, 0 if msg.uid else known.incarnation)
-        if known is None or not of_it or (msg.uid and known.uid != msg.uid):
+        of_it = known is not None and msg.incarnation in (known.incarnation, 0 if uid else known.incarnation)
+        if known is None or not of_it or (uid and known.uid != uid):
             now = "was never registered" if known is None else f"is at incarnation {known.incarnation}"
             return Refused(f"{msg.name}#{msg.incarnation} cannot be unregistered: the name {now}")
         if known.alive:

@@ -14,10 +14,24 @@ from dockyard_actors.runtime.config import SystemConfig
 from dockyard_actors.runtime.directory import Entry
 from dockyard_actors.runtime.errors import RemoteError
 from dockyard_actors.runtime.message import Message, encoder
-from dockyard_actors.runtime.registry import REGISTRY, DirectoryUpdate, Leave, ProcessDied, ProcessSuspect
+from dockyard_actors.runtime.registry import (
+    REGISTRY,
+    Claim,
+    DirectoryUpdate,
+    Join,
+    Leave,
+    ProcessDied,
+    ProcessSuspect,
+    Refused,
+    Register,
+    Renew,
+    Resync,
+    Unregister,
+)
 from dockyard_actors.runtime.system import ActorSystem
 from dockyard_actors.transport.base import Address, Lane
 from tests.runtime.actors import Add, Block, Counter, Total
+from tests.runtime.test_registry import held, record
 from tests.runtime.test_streams import Lines, Printer
 
 IDS = range(1, 50)  # request ids are counted from 1: no art to guess
@@ -135,3 +149,22 @@ async def test_nobody_but_its_node_agent_speaks_for_a_process(town: Town, lie: M
     assert not town.home.registry.gone
     await town.victim.ref(REGISTRY).ask(Leave(uid="victim"))
     assert "victim" not in town.home.registry.processes
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Join(process=record("somebody")),
+        Renew(uid="victim"),
+        Resync(uid="victim"),
+        Claim(uid="victim", entries=(held("of the victim", 9, "victim"),)),
+        Register(name="of the victim", uid="victim", window=1, control=(), meta={}),
+        Unregister(name="counter", incarnation=1, cause="a lie", uid="home"),
+        Unregister(name="counter", incarnation=1, cause="a lie"),
+    ],
+)
+async def test_nobody_speaks_for_another_process(town: Town, lie: Message[Any]) -> None:
+    assert town.home.registry is not None
+    before = dict(town.home.registry.entries), set(town.home.registry.processes)
+    assert isinstance(await town.liar.ref(REGISTRY).ask(lie), Refused)
+    assert (town.home.registry.entries, set(town.home.registry.processes)) == before
