@@ -22,12 +22,11 @@ from dockyard_actors.engines.base import (
     Manifest,
     SamplingConfig,
     WeightArrays,
+    WeightsMismatch,
 )
 from dockyard_actors.engines.groups import LiveGroup, check_length
-from dockyard_actors.engines.manifest import fitting
 from dockyard_actors.engines.stops import StopTable
 from dockyard_actors.engines.vllm_worker import FIRST, GREEDY, PROMPT, SEED, TEMPERATURE
-from dockyard_actors.transport.torch_views import as_torch
 
 
 @dataclass(frozen=True)
@@ -119,6 +118,7 @@ class VLLMEngine:
             threads=self.config.threads,
             scratch=self.config.scratch,
         )
+        self._transfer("init_weight_transfer_engine", init_info={"shapes": self._shapes})
 
     def close(self) -> None:
         if self._llm is not None:
@@ -192,18 +192,24 @@ class VLLMEngine:
         llm = self.llm
         if version < self.version:
             raise EngineError(f"weight version {version} is older than the live one ({self.version})")
-        arrays = fitting(self._shapes, weights, manifest, f"weights of version {version} do not fit the model")
+        self._transfer("start_weight_update")
         try:
+            self._transfer("update_weights", update_info={"arrays": weights, "manifest": manifest, "version": version})
+            self._transfer("finish_weight_update")
             if recompute_kv_cache and not llm.reset_prefix_cache(reset_running_requests=True):
                 raise EngineError("vLLM did not let go of its prefix cache")
-            tensors = ((name, as_torch(array)) for name, array in arrays)
-            llm.collective_rpc("dockyard_load", args=(tensors,))
             llm.set_weight_version(str(version))
+        except WeightsMismatch:
+            raise
         except Exception as error:
             self._broken = f"loading weights of version {version} failed half-way ({type(error).__name__}: {error})"
             raise EngineError(f"the engine is unusable since {self._broken}; restart it") from error
         self.version = version
         self._unpacked = True
+
+    def _transfer(self, step: str, **what: Any) -> None:
+        """One step of vLLM's weight transfer, which its LLMEngine has in its worker alone. There is nothing to pause: no step runs."""
+        self.llm.collective_rpc(step, kwargs=what)
 
     # Single questions.
 

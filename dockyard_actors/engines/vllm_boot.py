@@ -33,7 +33,9 @@ DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}  # whoever set it keeps it
 CPU_BLOCK_TOKENS = 32  # the least its CPU attention takes; the default of 128 would share no prompt of ordinary length
 CPU_BATCH_TOKENS = 4096  # prefilled in one step, at least; longer prompts widen it
 TAILS = "dockyard_actors.engines.vllm_tails"
-EXTENSION = "dockyard_actors.engines.vllm_worker.WorkerExtension"
+TRANSFER = "dockyard_actors.engines.vllm_transfer"
+EXTENSION = f"{TRANSFER}.TransferExtension"
+BACKEND = "dockyard_shm"  # what vLLM knows this package's weight transfer by
 
 
 def open_engine(
@@ -153,6 +155,7 @@ def _write_config(structure: PretrainedConfig, directory: Path) -> None:
 def _open(
     found: str, directory: str, dtype: str, rows: int, kv_cache_bytes: int, max_model_len: int | None, longest: int
 ) -> Any:
+    from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
     from vllm.engine.arg_utils import EngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
@@ -174,11 +177,11 @@ def _open(
         "async_scheduling": False,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
         arguments |= _for_cpu(longest)
-        _keep_weights_plain()
     try:
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except BaseException:
@@ -207,18 +210,6 @@ def _for_cpu(longest: int) -> dict[str, Any]:
             kv_connector="TailConnector", kv_connector_module_path=TAILS, kv_role="kv_consumer"
         ),
     }
-
-
-def _keep_weights_plain() -> None:
-    """vLLM packs linear weights for oneDNN or AMX when it loads them; packed ones could not be updated in place."""
-    import vllm._custom_ops as operations  # pyright: ignore[reportMissingImports]
-    from vllm.model_executor.layers import utils  # pyright: ignore[reportMissingImports]
-
-    for module, name in ((operations, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
-        if not hasattr(module, name):
-            raise EngineError(f"{module.__name__} has no {name} to switch off; {VERSIONS} is needed")
-    operations._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *shape: False
 
 
 def _check_features(found: str, engine: Any) -> None:

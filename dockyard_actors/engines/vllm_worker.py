@@ -1,11 +1,10 @@
-"""What this package adds inside vLLM's worker: weights loaded in place, and its own drawing of tokens.
+"""What this package adds inside vLLM's worker: its own drawing of tokens.
 A completion's randomness comes from (seed, position) as in the Hugging Face engine, so it depends on nothing that shares the
 batch and goes on unchanged after an interruption. Knows one worker in this process and no requests beyond the current batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from dockyard_actors.engines.base import EngineError
 from dockyard_actors.engines.sampling import greedy, sample, uniforms
-from dockyard_actors.engines.vllm_pack import Packing
 
 SEED, PROMPT, FIRST, TEMPERATURE, GREEDY = "seed", "prompt", "first", "temperature", "greedy"
 """Names in `SamplingParams.extra_args`: seed of the completion, tokens of its prompt, tokens it has before the request draws
@@ -24,7 +22,6 @@ class WorkerExtension:
     """Methods that vLLM mixes into its worker class, called by name through `collective_rpc`."""
 
     model_runner: Any
-    packing: Packing
 
     def dockyard_prepare(self) -> None:
         """Replaces the sampler. Raises EngineError when this vLLM would not let weights be loaded in place."""
@@ -36,22 +33,6 @@ class WorkerExtension:
         if packed:
             raise EngineError(f"vLLM keeps {packed[0]} in a packed form here, which cannot be updated in place")
         runner.sampler = RowSampler(runner)
-        self.packing = Packing(runner.model)
-
-    @torch.no_grad()
-    def dockyard_load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies `weights`, named as Hugging Face does, into the live model. Raises EngineError when some were not set."""
-        model = self.model_runner.model
-        self.packing.drop()
-        loaded = model.load_weights(weights)
-        forgotten = [name for name, _ in model.named_parameters() if name not in loaded]
-        if forgotten:
-            raise EngineError(f"vLLM's {type(model).__name__} was not given {', '.join(forgotten[:5])}")
-
-    @torch.no_grad()
-    def dockyard_pack(self) -> bool:
-        """Packs the weights of a few more layers; whether there are more."""
-        return self.packing.some()
 
     def dockyard_score_at(self, temperature: float) -> None:
         """Sets the temperature at which given tokens are scored."""
