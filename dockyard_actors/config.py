@@ -198,11 +198,32 @@ def refusals(config: Config) -> list[str]:
             f"({config.group.deadline_s:g} s): an engine with one slow group would be restarted with all its groups; "
             f"set weight_sync.timeout_s={config.group.deadline_s + 60:g} or a smaller group.deadline_s"
         )
+    if config.weight_sync.colocated:
+        found += _colocation_refusals(config)
     if config.warmup.steps and config.model.source != "tiny":
         found.append(
             f"warmup.steps: {config.warmup.steps} with model.source {config.model.source!r}: the warm-up corpus is written in the "
             "tiny repair language; set warmup.steps=0"
         )
+    return found
+
+
+def _colocation_refusals(config: Config) -> list[str]:
+    why = "weight_sync.colocated: true gives one device to the trainer and to the engine in turn"
+    found = []
+    if config.max_age > 0:
+        found.append(f"{why}, and grpo.mode 'async' wants both at once; set grpo.mode=sync")
+    if config.rollout.count > 1:
+        found.append(
+            f"{why}, where rollout.count {config.rollout.count} would hold weights and keys as often; set rollout.count=1"
+        )
+    if config.eval.every:
+        found.append(
+            f"{why}, and eval.every: {config.eval.every} would keep an evaluator's engine there while the trainer steps; "
+            "set eval.every=0 (before and after training the rollout evaluates)"
+        )
+    if config.weight_sync.transport == "collective":
+        found.append(f"{why} on one host, where nothing has to be sent; set weight_sync.transport=auto")
     return found
 
 

@@ -137,6 +137,9 @@ class WeightSyncConfig(Section):
 
     # How they travel: shm (one host), collective (Gloo, to any host, from the parameters as they are), auto: by where each engine is.
     transport: Literal["auto", "shm", "collective"] = "auto"
+    # Trainer and engine share one device: the engine sleeps while the trainer steps, the optimizer's moments are put away while it generates.
+    # Only in sync mode, where one waits for the other anyway.
+    colocated: bool = False
     bucket_mib: int = Field(default=16, ge=1)  # collective: sent in pieces of this size, two of which each side holds
     timeout_s: float = Field(default=300.0, gt=0)  # a dead engine restarts and pulls meanwhile
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -226,6 +226,17 @@ class Engine(Protocol):
         where no group reads what another wrote (HF), only whether decoding agrees with a forward pass."""
         ...
 
+    def sleep(self) -> None:
+        """Gives back the memory that generation holds: keys and values, and the weights where the next `update_weights` brings them.
+        Only without unfinished groups: EngineError. Until it is prepared again, and has weights again, everything that computes raises
+        EngineError. Does nothing to an engine that sleeps."""
+        ...
+
+    def prepare_for_generation(self) -> None:
+        """Takes the memory back that `sleep` gave away. Generation is possible after the next `update_weights`, which takes the version
+        it had as well. Does nothing to an engine that is awake."""
+        ...
+
     def close(self) -> None:
         """Frees the model."""
         ...

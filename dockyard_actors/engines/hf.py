@@ -28,6 +28,7 @@ from dockyard_actors.engines.kvcache import ATTENTION
 from dockyard_actors.engines.manifest import fitting
 from dockyard_actors.engines.sampling import greedy
 from dockyard_actors.engines.stops import StopTable
+from dockyard_actors.runtime import memory
 from dockyard_actors.transport.torch_views import as_torch
 
 
@@ -69,6 +70,8 @@ class HFEngine:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._groups: dict[int, LiveGroup] = {}  # by key, in order of submission
         self._batches: list[Batch] = []
+        self._shapes: dict[str, torch.Size] | None = None  # of parameters that are not there: the engine sleeps
+        self._emptied = False  # it slept, and weights have not come since
 
     def start(self) -> None:
         """Loads the model. Raises EngineError when its attention cannot be run from this cache."""
@@ -133,15 +136,45 @@ class HFEngine:
         """
         if version < self.version:
             raise EngineError(f"weight version {version} is older than the live one ({self.version})")
+        if self._shapes is not None:
+            raise EngineError("the engine sleeps: call prepare_for_generation() first")
         live = dict(self.model.named_parameters())
         shapes = {name: tuple(parameter.shape) for name, parameter in live.items()}
         what = f"weights of version {version} do not fit {type(self.model).__name__}"
         for name, view in fitting(shapes, weights, manifest, what):
             live[name].copy_(as_torch(view))
-        self._version = version
+        self._version, self._emptied = version, False
         if recompute_kv_cache:
             for batch in self._batches:
                 batch.forget()
+
+    def sleep(self) -> None:
+        """Keys and values, and the parameters' storage (see engines/base.py)."""
+        if self._groups:
+            raise EngineError(f"the engine cannot sleep: {len(self._groups)} groups are not finished")
+        if self._shapes is not None:
+            return
+        parameters = dict(self.model.named_parameters())
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._emptied = True
+        for parameter in parameters.values():
+            parameter.data = parameter.data.new_empty(0)
+        self._batches = []
+        self.live.forget()
+        memory.trim()
+
+    def prepare_for_generation(self) -> None:
+        if self._shapes is None:
+            return
+        for name, parameter in self.model.named_parameters():
+            parameter.data = parameter.data.new_empty(self._shapes[name])
+        self._shapes = None
+
+    def _need_awake(self) -> None:
+        if self._emptied:
+            raise EngineError(
+                "the engine slept and has no weights: prepare_for_generation() and update_weights() first"
+            )
 
     def submit(
         self, request: GroupRequest, output: GroupOutput, sampling: SamplingConfig, resume: GroupResult | None = None
@@ -149,6 +182,7 @@ class HFEngine:
         limit = self.max_tokens  # EngineError when it was never started
         if self.version < 0:
             raise EngineError("the engine has no weights yet: call update_weights() first")
+        self._need_awake()
         if request.key in self._groups:
             raise ValueError(f"group {request.key}: a group with this key is not finished yet")
         self._groups[request.key] = LiveGroup(request, output, sampling, resume, limit)
@@ -213,6 +247,7 @@ class HFEngine:
     @torch.no_grad()
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """Logprobs (T-1,) float32 of ids[1:] under the live weights, without a cache."""
+        self._need_awake()
         tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))[None]
         mask = causal(torch.ones_like(tokens, dtype=torch.bool), self.model.dtype)
         logits = self.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[0, :-1].float()
@@ -224,6 +259,7 @@ class HFEngine:
         """The most likely token behind `ids` and its logprob: all but the last are prefilled, the last is decoded, both in a
         cache of their own. With `score` it proves that decoding is right, not that running completions forgot their old keys:
         groups share no cache here, so nothing of theirs is read; that `update_weights` recomputes it is proven by tests."""
+        self._need_awake()
         ids = np.asarray(ids, dtype=np.int32)
         sampling = SamplingConfig(temperature, max_new_tokens=2, greedy=True)
         request = GroupRequest(0, ids[:-1] if ids.size > 1 else ids, n=1, seeds=(0,))

@@ -37,6 +37,10 @@ class LiveModel:
 
     def __init__(self, model: PreTrainedModel, stops: StopTable) -> None:
         self.model, self.stops = model, stops
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the buffer."""
         self._scratch = torch.empty(0, 0, dtype=torch.float32)
 
     def wide(self, logits: torch.Tensor) -> torch.Tensor:

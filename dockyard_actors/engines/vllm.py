@@ -27,6 +27,7 @@ from dockyard_actors.engines.base import (
 from dockyard_actors.engines.groups import LiveGroup, check_length
 from dockyard_actors.engines.stops import StopTable
 from dockyard_actors.engines.vllm_worker import FIRST, GREEDY, PROMPT, SEED, TEMPERATURE
+from dockyard_actors.runtime import memory
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class VLLMEngineConfig:
     """max_batch_rows: completions decoded together. kv_cache_bytes: memory for keys and values. max_model_len: positions of
     prompt and completion together; None: as many as the model has and the cache holds. dtype: of the live weights.
     threads: of torch in this process. scratch: existing directory for temporary files, which whoever made it removes after a
-    kill; None: the system's."""
+    kill; None: the system's. sleeps: on a CUDA device the memory is allocated so that `sleep` can give it back."""
 
     max_batch_rows: int = 128
     kv_cache_bytes: int = 1 << 30
@@ -42,6 +43,7 @@ class VLLMEngineConfig:
     dtype: str = "float32"
     threads: int = 1
     scratch: str | None = None
+    sleeps: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_batch_rows", "kv_cache_bytes", "threads"):
@@ -95,6 +97,7 @@ class VLLMEngine:
         self._groups: dict[int, LiveGroup] = {}  # by key, in order of submission
         self._rows: dict[str, _Row] = {}  # what vLLM has, by its name there: never more than it may run at once
         self._names = 0
+        self._asleep = self._emptied = False  # without its memory; without weights since it slept
         self._broken: str | None = None
         self._unpacked = False  # some linear weights are not packed again since the last update
 
@@ -117,6 +120,7 @@ class VLLMEngine:
             max_model_len=self.config.max_model_len,
             threads=self.config.threads,
             scratch=self.config.scratch,
+            sleeps=self.config.sleeps,
         )
         self._transfer("init_weight_transfer_engine", init_info={"shapes": self._shapes})
 
@@ -124,6 +128,7 @@ class VLLMEngine:
         if self._llm is not None:
             llm, self._llm = self._llm, None
             self._broken, self.version = None, -1
+            self._asleep = self._emptied = False
             self._groups, self._rows = {}, {}
             vllm_boot.close_engine(llm)
 
@@ -190,6 +195,8 @@ class VLLMEngine:
         """Copies weights into the live model (see engines/base.py). Raises EngineError, and the engine is unusable from then
         on, when copying fails half-way."""
         llm = self.llm
+        if self._asleep:
+            raise EngineError("the engine sleeps: call prepare_for_generation() first")
         if version < self.version:
             raise EngineError(f"weight version {version} is older than the live one ({self.version})")
         self._transfer("start_weight_update")
@@ -204,12 +211,31 @@ class VLLMEngine:
         except Exception as error:
             self._broken = f"loading weights of version {version} failed half-way ({type(error).__name__}: {error})"
             raise EngineError(f"the engine is unusable since {self._broken}; restart it") from error
-        self.version = version
+        self.version, self._emptied = version, False
         self._unpacked = True
 
     def _transfer(self, step: str, **what: Any) -> None:
         """One step of vLLM's weight transfer, which its LLMEngine has in its worker alone. There is nothing to pause: no step runs."""
         self.llm.collective_rpc(step, kwargs=what)
+
+    def sleep(self) -> None:
+        """Keys and values, and the weights (see engines/base.py): by vLLM's sleep mode where it has one, on the CPU by emptying the storages,
+        which leaves every view of them in place."""
+        llm = self.llm
+        if self._groups:
+            raise EngineError(f"the engine cannot sleep: {len(self._groups)} groups are not finished")
+        if self._asleep:
+            return
+        if not llm.reset_prefix_cache():
+            raise EngineError("vLLM did not let go of its prefix cache")
+        vllm_boot.sleep(llm)
+        self._asleep = self._emptied = True
+        memory.trim()
+
+    def prepare_for_generation(self) -> None:
+        if self._asleep:
+            vllm_boot.wake_up(self.llm)
+            self._asleep = False
 
     # Single questions.
 
@@ -245,6 +271,10 @@ class VLLMEngine:
     def _need_weights(self) -> None:
         if self.version < 0:
             raise EngineError("the engine has no weights yet: call update_weights() first")
+        if self._emptied:
+            raise EngineError(
+                "the engine slept and has no weights: prepare_for_generation() and update_weights() first"
+            )
 
     def _stops_of(self, strings: tuple[str, ...]) -> _Stops:
         if strings not in self._stops:

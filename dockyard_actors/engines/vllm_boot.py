@@ -47,11 +47,12 @@ def open_engine(
     max_model_len: int | None,
     threads: int,
     scratch: str | None = None,
+    sleeps: bool = False,
 ) -> Any:
     """vLLM's LLMEngine for a model of this structure, with random weights.
 
     rows: requests that run at once. scratch: existing directory for files that only a killed process leaves behind; None: the
-    system's. Raises EngineError when vLLM is missing, unsupported, does not start or cannot run the model.
+    system's. sleeps: a CUDA device's memory can be given back. Raises EngineError when vLLM is missing, unsupported, does not start or cannot run the model.
     """
     text = structure.get_text_config()
     found, problem = installed_vllm(head_size({name: getattr(text, name, None) for name in HEAD_FACTS}))
@@ -67,7 +68,7 @@ def open_engine(
         with _temporary_files_in(scratch), tempfile.TemporaryDirectory(prefix="vllm-model-") as directory:
             _write_config(structure, Path(directory))
             longest = max_model_len or getattr(text, "max_position_embeddings", None) or 0
-            return _open(found, directory, dtype, rows, kv_cache_bytes, max_model_len, longest)
+            return _open(found, directory, dtype, rows, kv_cache_bytes, max_model_len, longest, sleeps)
     except EngineError:
         raise
     except Exception as error:  # of many kinds, and all of them mean that there is no engine
@@ -100,6 +101,28 @@ def _with_causes(error: BaseException) -> str:
 def close_engine(llm: Any) -> None:
     """Frees the model, its cache and vLLM's process group, so that this process may open another engine."""
     llm.engine_core.shutdown()
+
+
+def sleep(llm: Any) -> None:
+    """Frees keys, values and weights. Nothing may be running or cached."""
+    if _on_cpu():
+        llm.collective_rpc("dockyard_sleep")
+    else:
+        llm.sleep(level=2)
+
+
+def wake_up(llm: Any) -> None:
+    """Memory again; what is in the weights means nothing until they are loaded."""
+    if _on_cpu():
+        llm.collective_rpc("dockyard_wake")
+    else:
+        llm.wake_up()
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    return current_platform.is_cpu()
 
 
 def longest_completion(llm: Any) -> int:
@@ -153,7 +176,14 @@ def _write_config(structure: PretrainedConfig, directory: Path) -> None:
 
 
 def _open(
-    found: str, directory: str, dtype: str, rows: int, kv_cache_bytes: int, max_model_len: int | None, longest: int
+    found: str,
+    directory: str,
+    dtype: str,
+    rows: int,
+    kv_cache_bytes: int,
+    max_model_len: int | None,
+    longest: int,
+    sleeps: bool,
 ) -> Any:
     from vllm.config.weight_transfer import WeightTransferConfig  # pyright: ignore[reportMissingImports]
     from vllm.distributed import parallel_state  # pyright: ignore[reportMissingImports]
@@ -182,6 +212,8 @@ def _open(
     }
     if current_platform.is_cpu():
         arguments |= _for_cpu(longest)
+    elif sleeps:
+        arguments["enable_sleep_mode"] = True
     try:
         llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
     except BaseException:

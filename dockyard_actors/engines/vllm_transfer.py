@@ -109,6 +109,11 @@ class SharedMemoryTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
         """Packs the linear weights of a few more layers; whether there are more."""
         return self._packing is not None and self._packing.some()
 
+    def unpack(self) -> None:
+        """Lets go of the packed copies."""
+        if self._packing is not None:
+            self._packing.drop()
+
     def shutdown(self) -> None:
         if self._reader is not None:
             self._reader.close()
@@ -154,6 +159,25 @@ class TransferExtension(WorkerExtension):
     def dockyard_pack(self) -> bool:
         """See `SharedMemoryTransfer.pack`."""
         return self._transfer().pack()
+
+    def dockyard_sleep(self) -> None:
+        """On the CPU, where vLLM has no sleep mode. Empties the storages of keys, values and weights; their views stay."""
+        runner = self.model_runner
+        held = [*runner.kv_caches, *runner.model.parameters()]
+        self._emptied = {
+            s.data_ptr(): (s, s.nbytes()) for s in (tensor.untyped_storage() for tensor in held) if s.nbytes()
+        }
+        self._transfer().unpack()
+        for storage, _ in self._emptied.values():
+            storage.resize_(0)
+        runner.sampler.forget()
+
+    def dockyard_wake(self) -> None:
+        """Storages of the same size again. Keys and values start as zeros, as vLLM allocates them: what attention masks is multiplied."""
+        for storage, size in self._emptied.values():
+            storage.resize_(size)
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
 
     def _transfer(self) -> SharedMemoryTransfer:
         transfer: Any = getattr(self, "weight_transfer_engine", None)

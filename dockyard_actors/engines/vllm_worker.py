@@ -50,6 +50,10 @@ class RowSampler:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.score_temperature = 1.0
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the buffer to draw in."""
         self._scratch = torch.empty(0)
 
     def __call__(self, logits: torch.Tensor, sampling_metadata: Any, **kwargs: Any) -> Any:

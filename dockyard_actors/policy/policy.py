@@ -18,7 +18,7 @@ import torch
 from torch.func import functional_call
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dockyard_actors.policy import checkpoint
+from dockyard_actors.policy import checkpoint, offload
 from dockyard_actors.policy.batch import MicroBatch, Segment, TrainBatch
 from dockyard_actors.policy.logprobs import token_logprobs
 from dockyard_actors.policy.model import ModelSourceError, eos_ids, load_model, load_tokenizer
@@ -103,6 +103,7 @@ class Policy:
         self.step = 0
         self.version = 0
         self.skipped_steps = 0
+        self.offloaded = False
         self._skips_in_a_row = 0
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -210,6 +211,8 @@ class Policy:
         A batch without rows leaves weights and step as they are. Raises NonFiniteGradient as OptimizerConfig.nonfinite says;
         the weights are then unchanged.
         """
+        if self.offloaded:
+            raise RuntimeError("the optimizer's state is offloaded: call onload_optimizer() before a step")
         lr = self.optimizer_config.lr_at(self.step)
         metrics = StepMetrics(
             step=self.step,
@@ -284,6 +287,19 @@ class Policy:
             )
         metrics.skipped = True
         self.skipped_steps += 1
+
+    # ---- while somebody else has the device
+
+    def offload_optimizer(self, directory: Path) -> None:
+        """Moves the optimizer's moments away (see `offload.py`); gradients are None then. No step until `onload_optimizer`."""
+        offload.offload(self.optimizer, directory)
+        self.offloaded = True
+
+    def onload_optimizer(self) -> None:
+        """Brings them back bit for bit."""
+        if self.offloaded:
+            offload.onload(self.optimizer)
+            self.offloaded = False
 
     # ---- weights out (the refit seam)
 

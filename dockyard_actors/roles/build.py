@@ -44,6 +44,7 @@ def make_engine(config: Config, scratch: str | None = None) -> Engine:
         dtype=generation.dtype,
         threads=generation.threads,
         scratch=scratch,
+        sleeps=config.weight_sync.colocated,
     )
     return VLLMEngine(load, settings)
 

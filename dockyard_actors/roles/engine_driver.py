@@ -61,6 +61,7 @@ class _Job:
 class _Update:
     future: asyncio.Future[Any]
     function: Callable[[], Any]
+    holds: bool = False  # decoding stays paused after it
 
 
 class Generation:
@@ -114,7 +115,9 @@ class EngineDriver:
         # Below: the engine's thread only.
         self._taken: deque[_Call] = deque()  # calls that run before the next step, the first of them now
         self._jobs: dict[int, _Job] = {}
-        self._suspect = False
+        self._held = (
+            False  # nothing is generated until an update succeeds: the weights are suspect, or the engine sleeps
+        )
         self._draining: _Update | None = None  # waits for what runs; new groups wait for it
         self._busy: tuple[float, int, int] | None = None
         self._start()
@@ -157,6 +160,14 @@ class EngineDriver:
             self._post([update.future], lambda: self._pause(update, mode))
             return await update.future
 
+    async def sleep(self, function: Callable[[], T]) -> T:
+        """Runs `function`, which takes memory from the engine, with running groups aborted: they, and those that join, wait until a later
+        update succeeds."""
+        async with self._updating:
+            update = _Update(self._loop.create_future(), function, holds=True)
+            self._post([update.future], lambda: self._pause(update, "abort"))
+            return await update.future
+
     def close(self) -> None:
         """The thread ends after its present step. Idempotent."""
         with self._wake:
@@ -193,7 +204,7 @@ class EngineDriver:
             self._taken[0][1]()
             self._taken.popleft()  # not before: who waits for it hears of a failure
         self._end_drain()
-        if self._jobs and self.engine.unfinished and not self._suspect:
+        if self._jobs and self.engine.unfinished and not self._held:
             self._step()
         else:
             self._end_slice()
@@ -203,7 +214,7 @@ class EngineDriver:
         self.engine.close()
 
     def _idle(self) -> bool:
-        return not self._calls and not self._closed and self._draining is None and (not self._jobs or self._suspect)
+        return not self._calls and not self._closed and self._draining is None and (not self._jobs or self._held)
 
     def _next(self) -> bool:
         """Takes what was asked since the last step; waits for something when there is nothing to decode. False: closed."""
@@ -238,8 +249,8 @@ class EngineDriver:
             self._submit_waiting()
 
     def _submit_waiting(self) -> None:
-        """Everything that waits goes into the engine, unless its weights are suspect."""
-        if self._suspect:
+        """Everything that waits goes into the engine, unless decoding is paused."""
+        if self._held:
             return
         for job in [job for job in self._jobs.values() if not job.submitted]:
             try:
@@ -274,7 +285,7 @@ class EngineDriver:
         if self._draining is not None:
             self._draining = None
             log.info("a weight update is dropped: its asker gave up before running groups had ended")
-        if mode == "wait" and self.engine.unfinished and not self._suspect:
+        if mode == "wait" and self.engine.unfinished and not self._held:
             self._draining = update
             return
         if mode == "abort":
@@ -294,10 +305,10 @@ class EngineDriver:
                 log.info("a weight update is dropped: its asker gave up before it ran")
             else:
                 applied = update.function()
-                self._suspect = False
+                self._held = update.holds
                 self._tell(update.future, applied)
         except SuspectWeights as error:
-            self._suspect = True
+            self._held = True
             log.error("decoding stays paused: %s", error)
             self._tell(update.future, error=error)
             if had:  # an engine that is done for says so here, which ends the thread

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from dockyard_actors.config import Config
 from dockyard_actors.engines.base import Engine, SamplingConfig
@@ -17,6 +18,7 @@ from dockyard_actors.roles.reporting import Reporter
 from dockyard_actors.roles.scoring import broker_judge
 from dockyard_actors.roles.weight_load import OlderWeights, TornWeights, take
 from dockyard_actors.roles.weight_source import WeightSource
+from dockyard_actors.runtime import memory
 from dockyard_actors.runtime.actor import Actor, concurrent
 from dockyard_actors.tasks.types import TaskSet
 from dockyard_actors.transport.tensors import DataPlaneError
@@ -80,7 +82,27 @@ class EngineHost(Actor):
         return applied
 
     def _apply(self, msg: m.UpdateWeights) -> m.Applied:
+        self.engine.prepare_for_generation()  # it may sleep still: the trainer that should have woken it died
         return take(self.engine, self.weights, msg.offer, msg.canary, self.config, self.report.trace.span)
+
+    @concurrent
+    async def sleep(self, msg: m.Sleep) -> m.Memory:
+        """Nothing is generated from here until weights have come and proved right."""
+        return await self.driver.sleep(lambda: self._measured("sleep", self.engine.sleep))
+
+    @concurrent
+    async def prepare_for_generation(self, msg: m.PrepareForGeneration) -> m.Memory:
+        return await self.driver.call(self._measured, "wake up", self.engine.prepare_for_generation)
+
+    def _measured(self, what: str, function: Callable[[], None]) -> m.Memory:
+        with self.report.trace.span(f"sync.{what}") as args:
+            before = memory.resident()
+            function()
+            change = memory.Change(before, memory.resident())
+            args |= {"bytes_before": change.before, "bytes_after": change.after}
+        self.report.facts["memory"] = f"{what} {change}"
+        self.report("sleeps: the trainer has the device" if what == "sleep" else "waits for new weights")
+        return m.Memory(change.before, change.after)
 
     async def pull_weights(self) -> None:
         """A restarted engine takes the newest weights itself; a first one waits until the trainer pushes version 0. Returns when some

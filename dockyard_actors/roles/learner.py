@@ -31,6 +31,7 @@ from dockyard_actors.policy.warmup import WarmupPlan, warm_up
 from dockyard_actors.roles.ledger import GroupMeta
 from dockyard_actors.roles.messages import OpenGroup
 from dockyard_actors.roles.weight_routes import Collective, Kind, Route, SharedMemory
+from dockyard_actors.runtime import memory
 from dockyard_actors.tasks.repair import warmup_pairs
 from dockyard_actors.tasks.types import Task
 from dockyard_actors.transport.base import Address
@@ -128,6 +129,19 @@ class Learner:
         for step in found:
             if step not in kept:
                 shutil.rmtree(root / checkpoint_name(step))
+
+    # ---- while the engine has the device
+
+    def offload(self) -> memory.Change:
+        """Puts the optimizer's moments away, beside the checkpoints."""
+        before = memory.resident()
+        self.policy.offload_optimizer(self.run_dir.checkpoints)
+        return memory.Change(before, memory.resident())
+
+    def onload(self) -> memory.Change:
+        before = memory.resident()
+        self.policy.onload_optimizer()
+        return memory.Change(before, memory.resident())
 
     # ---- weights out
 

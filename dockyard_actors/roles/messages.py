@@ -367,6 +367,22 @@ class UpdateWeights(Message[Applied], frozen=True, tag=True):
     canary: Canary | None = None
 
 
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """Bytes that the process held before and after (`runtime/memory.py`)."""
+
+    before: int
+    after: int
+
+
+class Sleep(Message[Memory], frozen=True, tag=True):
+    """Colocated: give the engine's memory back, the trainer wants the device. Groups that run stop where they are and go on when weights
+    have come. Retryable."""
+
+
+class PrepareForGeneration(Message[Memory], frozen=True, tag=True):
+    """Colocated: the trainer left the device, take the memory back; weights come next. Retryable."""
+
+
 class TaskResult(msgspec.Struct, frozen=True):
     prompt_id: str
     passed: int

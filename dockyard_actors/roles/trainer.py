@@ -21,6 +21,7 @@ from dockyard_actors.observe.metrics import StepRecord
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.canary import MOST_TOKENS, canary_of
+from dockyard_actors.roles.colocation import Colocation
 from dockyard_actors.roles.evaluations import FINAL_EXAMPLES, Evaluations
 from dockyard_actors.roles.learner import Learner, StepOutcome, teaching
 from dockyard_actors.roles.reporting import Reporter
@@ -75,6 +76,7 @@ class Trainer(Actor):
     async def on_start(self) -> None:
         self.report = Reporter(self, doing="loading the model")
         self.evaluations = Evaluations(self)
+        self.colocation = Colocation(self)
         self.ctx.spawn(self.run(), name="training loop")
 
     async def on_stop(self) -> None:
@@ -98,6 +100,7 @@ class Trainer(Actor):
                 return
         if learner.fresh:
             await self.compute(learner.begin)
+        await self.colocation.leave()
         await self.join()
         version = await self.publish()
         await self.delivered()
@@ -258,6 +261,7 @@ class Trainer(Actor):
         log.error("nobody restarts %s", name)
 
     async def current_weights(self, msg: m.CurrentWeights) -> m.Weights | m.NoWeights:
+        self.colocation.restarted(msg.rollout)
         return await self.sync.current(msg.rollout) if self.sync is not None else m.NoWeights()
 
     async def next_batch(self, version: int) -> tuple[m.OpenGroup, ...] | None:
@@ -317,11 +321,12 @@ class Trainer(Actor):
         """One optimizer step; the ledger knows it when this returns."""
         self.report(f"training step {self.learner.step + 1}")
         self.prefetch(version + 1)
-        started = time.time()
-        with self.report.trace.span("train", step=self.learner.step + 1, version=version, groups=len(groups)):
-            outcome = await self.compute(self.learner.train, groups, version)
-        for group in groups:
-            self.report.trace.add("train", started, time.time(), lease=group.meta.lease, step=outcome.step)
+        async with self.colocation.device():
+            started = time.time()
+            with self.report.trace.span("train", step=self.learner.step + 1, version=version, groups=len(groups)):
+                outcome = await self.compute(self.learner.train, groups, version)
+            for group in groups:
+                self.report.trace.add("train", started, time.time(), lease=group.meta.lease, step=outcome.step)
         ack = await self.tell(
             m.StepDone(step=self.learner.step, version=version, trained=outcome.trained, filtered=outcome.filtered)
         )

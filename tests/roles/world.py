@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dockyard_actors.config import Config, load_config
-from dockyard_actors.engines.base import FinishReason, GroupOutput, GroupRequest, GroupResult, SamplingConfig
+from dockyard_actors.engines.base import EngineError, FinishReason, GroupOutput, GroupRequest, GroupResult, SamplingConfig
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.buffer import Buffer
@@ -285,6 +285,8 @@ class ScriptedEngine:
         self.recomputed: list[bool] = []
         self.canary_offset = 0.0
         self.closed = False
+        self.awake = True
+        self.calls: list[str] = []  # that take or give memory, and weights
 
     @property
     def unfinished(self) -> int:
@@ -295,6 +297,17 @@ class ScriptedEngine:
     def close(self) -> None:
         self.closed = True
 
+    def sleep(self) -> None:
+        if self.running:
+            raise EngineError(f"{len(self.running)} groups run")
+        self.awake = False
+        self.calls.append("sleep")
+
+    def prepare_for_generation(self) -> None:
+        if not self.awake:
+            self.calls.append("wake up")
+        self.awake = True
+
     def score(self, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         return np.full(len(ids) - 1, -(self.version + 1.0) + self.canary_offset, np.float32)
 
@@ -304,7 +317,9 @@ class ScriptedEngine:
     def update_weights(
         self, views: Mapping[str, np.ndarray], manifest: Any, version: int, recompute_kv_cache: bool = True
     ) -> None:
+        assert self.awake
         self.version = version
+        self.calls.append(f"weights {version}")
         self.recomputed.append(recompute_kv_cache)
 
     def submit(
@@ -322,6 +337,7 @@ class ScriptedEngine:
         self.running[request.key] = (request, output)
 
     def step(self) -> list[GroupResult]:
+        assert self.awake
         self.before_step()
         done = []
         for key, (request, output) in list(self.running.items()):
