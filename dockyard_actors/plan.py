@@ -81,6 +81,11 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
             + (int(n * (16 + config.policy.micro_batch_tokens * ACTIVATION_BYTES)) // MIB if n else 0),
         },
     ]
+    colocated = config.weight_sync.colocated
+    stepping = (
+        int(n * (12 + config.policy.micro_batch_tokens * ACTIVATION_BYTES)) // MIB if n else 0
+    )  # all but the weights
+    generating = 0
     engines = [f"rollout-{index}" for index in range(config.rollout.count)]
     generation = config.generation
     for name in [*engines, *(["evaluator"] if config.eval.every else [])]:
@@ -88,16 +93,18 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
         cache, copies = (
             (generation.kv_cache_mib, 2) if vllm else (0, 1)
         )  # vllm packs the weights for the CPU beside them
+        held = cache + (copies * n * BYTES[generation.dtype] // MIB if n else 0)
+        generating += held
+        asleep = ", asleep while the trainer steps" if colocated else ""
         processes.append(
             {
                 "name": name,
-                "what": f"{generation.engine} engine, {generation.dtype}, {generation.threads} threads",
-                "memory_mib": ENGINE_MIB[generation.engine]
-                + cache
-                + (copies * n * BYTES[generation.dtype] // MIB if n else 0),
+                "what": f"{generation.engine} engine, {generation.dtype}, {generation.threads} threads{asleep}",
+                "memory_mib": ENGINE_MIB[generation.engine] + held,
             }
         )
-    total = sum(p["memory_mib"] for p in processes) + (arena * config.rollout.count + (weights or 0)) // MIB
+    turns = min(stepping, generating) if colocated else 0  # the one who has not the device holds none of it
+    total = sum(p["memory_mib"] for p in processes) + (arena * config.rollout.count + (weights or 0)) // MIB - turns
     problems: list[str] = []
     available = psutil.virtual_memory().available // MIB
     if total > available:
@@ -137,6 +144,7 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
             "available": available,
             "slabs": arena * config.rollout.count // MIB,
             "weights": (weights or 0) // MIB,
+            "colocated": turns,
         },
         "transports": {
             "control": "zmq over ipc",
@@ -161,6 +169,11 @@ def _weights_way(config: Config) -> str:
     return f"shared memory, two slots of {sync.dtype}, because {why}"
 
 
+def _colocated(report: dict[str, Any]) -> str:
+    saved = report["memory_mib"]["colocated"]
+    return f"colocated, trainer and engine by turns ({saved} MiB less than both at once), " if saved else ""
+
+
 def render_plan(report: dict[str, Any]) -> str:
     lines = [
         f"{report['mode']}: {report['steps']} steps of {report['groups_per_step']} prompts × {report['samples_per_group']} samples, "
@@ -172,7 +185,7 @@ def render_plan(report: dict[str, Any]) -> str:
         *(f"  {p['name']:12} ~{p['memory_mib']:6} MiB  {p['what']}" for p in report["processes"]),
         "transports:",
         *(f"  {name:12} {what}" for name, what in report["transports"].items()),
-        f"memory: about {report['memory_mib']['total']} MiB of {report['memory_mib']['available']} MiB available; "
+        f"memory: {_colocated(report)}about {report['memory_mib']['total']} MiB of {report['memory_mib']['available']} MiB available; "
         f"a checkpoint takes {report['checkpoint_mib']} MiB; {report['cores']} cores",
         *(f"PROBLEM: {problem}" for problem in report["problems"]),
         "ok" if not report["problems"] else "not ok",

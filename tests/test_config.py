@@ -91,3 +91,20 @@ def test_a_schedule_ends_with_the_run_unless_told_otherwise() -> None:
         load_config(None, [TIS, "optimizer.schedule=linear", "optimizer.total_steps=90"], {}).optimizer.total_steps
         == 90
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "way_out"),
+    [
+        ("grpo.mode=async", "set grpo.mode=sync"),
+        ("rollout.count=2", "set rollout.count=1"),
+        ("eval.every=5", "set eval.every=0"),
+        ("weight_sync.transport=collective", "set weight_sync.transport=auto"),
+    ],
+)
+def test_colocation_is_refused_where_both_would_want_the_device_at_once(override: str, way_out: str) -> None:
+    colocated = [TIS, "grpo.mode=sync", "weight_sync.colocated=true"]
+    assert load_config(None, colocated, {}).weight_sync.colocated
+    told = refused(*colocated[1:], override)
+    assert way_out in told
+    assert "gives one device to the trainer and to the engine in turn" in told

@@ -135,3 +135,21 @@ def test_an_unknown_model_is_a_problem_that_names_what_is_known(tmp_path: Path) 
 def test_the_age_that_is_planned_is_the_one_that_is_enforced() -> None:
     assert plan(config_of("grpo.mode=sync"), TASKS)["max_age"] == 0
     assert plan(config_of("async_grpo.max_trajectory_age_steps=2"), TASKS)["max_age"] == 2
+
+
+def test_colocated_trainer_and_engine_are_not_counted_at_once() -> None:
+    """The largest of both counts, and what each has that it never puts away: the trainer its weights, the engine its interpreter."""
+    asked = (
+        "grpo.mode=sync",
+        "model.source=smollm2-135m",
+        "generation.dtype=bfloat16",
+        "policy.micro_batch_tokens=256",
+    )
+    apart, by_turns = (plan(config_of(*asked, f"weight_sync.colocated={on}"), TASKS) for on in ("false", "true"))
+    (engine,) = (p["memory_mib"] for p in apart["processes"] if p["name"] == "rollout-0")
+    saved = apart["memory_mib"]["total"] - by_turns["memory_mib"]["total"]
+    assert saved == by_turns["memory_mib"]["colocated"]
+    assert 2 * parameters("smollm2-135m") // MIB == pytest.approx(saved, abs=1), "what the smaller of the two puts away"
+    assert saved < engine
+    assert "colocated" in render_plan(by_turns)
+    assert "colocated" not in render_plan(apart)

@@ -95,6 +95,7 @@ class EngineHost(Actor):
         return await self.driver.call(self._measured, "wake up", self.engine.prepare_for_generation)
 
     def _measured(self, what: str, function: Callable[[], None]) -> m.Memory:
+        log.debug("sync phase %s", what)
         with self.report.trace.span(f"sync.{what}") as args:
             before = memory.resident()
             function()

@@ -133,7 +133,9 @@ async def test_without_colocation_nobody_sleeps(tmp_path: Path) -> None:
         assert run.calls == ["weights 0", "train", "weights 1", "train", "weights 2", "train", "weights 3"]
 
 
-async def test_an_engine_that_restarts_while_the_trainer_has_the_device_is_awake_and_works_on(tmp_path: Path, caplog) -> None:
+async def test_an_engine_that_restarts_while_the_trainer_has_the_device_is_awake_and_works_on(
+    tmp_path: Path, caplog
+) -> None:
     async with colocated(tmp_path, gate=True) as run:
         assert run.gate is not None
         await run.start_rollout()
@@ -150,7 +152,9 @@ async def test_an_engine_that_restarts_while_the_trainer_has_the_device_is_awake
         assert run.calls[-len(turns) - 2 :] == ["offload", "weights 1", *turns], "the new one did not have to wake up"
 
 
-async def test_an_engine_sleeps_on_while_its_trainer_restarts_and_wakes_with_the_weights_of_the_next(tmp_path: Path) -> None:
+async def test_an_engine_sleeps_on_while_its_trainer_restarts_and_wakes_with_the_weights_of_the_next(
+    tmp_path: Path,
+) -> None:
     async with colocated(tmp_path, gate=True) as run:
         assert run.gate is not None
         engine = await run.start_rollout()
@@ -178,7 +182,9 @@ async def test_an_engine_that_cannot_sleep_is_told_about_and_trained_beside(tmp_
         assert run.calls[-4:] == ["onload", "train", "offload", "weights 3"]
 
 
-async def test_groups_that_run_when_the_engine_is_put_to_sleep_go_on_behind_their_tokens_with_the_next_weights() -> None:
+async def test_groups_that_run_when_the_engine_is_put_to_sleep_go_on_behind_their_tokens_with_the_next_weights() -> (
+    None
+):
     async with driving() as (driver, engine, turnstile):
         running, output = await generate(driver, 1)
         await turnstile.take(3)

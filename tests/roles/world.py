@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from dockyard_actors.config import Config, load_config
-from dockyard_actors.engines.base import EngineError, FinishReason, GroupOutput, GroupRequest, GroupResult, SamplingConfig
+from dockyard_actors.engines.base import (
+    EngineError,
+    FinishReason,
+    GroupOutput,
+    GroupRequest,
+    GroupResult,
+    SamplingConfig,
+)
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles import messages as m
 from dockyard_actors.roles.buffer import Buffer
