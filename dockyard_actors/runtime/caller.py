@@ -125,7 +125,7 @@ class Caller:
         except MailboxFull:
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: no room")
             raise
-        except (UnknownName, PeerDied) as error:
+        except (UnknownName, PeerDied, AskTimeout) as error:  # the last one of the registry
             if self.closed:
                 raise SystemClosed(f"{self.system.config.name}: the actor system is closed") from error
             self.system.dead_letter(f"{ref.owner} told {ref} {kind}: {error}")
