@@ -6,9 +6,22 @@ after a token that holds their last character. Knows one tokenizer and no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+
+from dockyard_actors.engines.base import FinishReason
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends the completions of a group, for an engine that is told ids. tokens: ids that do so by themselves. suspects: (V,) bool,
+    ids that may complete one of `strings`."""
+
+    strings: tuple[str, ...]
+    tokens: list[int]
+    suspects: np.ndarray
 
 
 class StopTable:
@@ -21,6 +34,7 @@ class StopTable:
         self.eos[list(eos)] = True
         self._pieces: list[str] | None = None
         self._holding: dict[str, np.ndarray] = {}
+        self._stops: dict[tuple[str, ...], Stops] = {}
 
     def holding(self, character: str) -> np.ndarray:
         """(V,) bool: the token's text contains `character`."""
@@ -50,3 +64,19 @@ class StopTable:
             return False
         decoded = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return any(text in decoded for text in long)
+
+    def stops(self, strings: tuple[str, ...]) -> Stops:
+        """For these strings and the end-of-sequence ids; kept."""
+        if strings not in self._stops:
+            alone = set(np.flatnonzero(self.eos).tolist())
+            for text in strings:
+                holding = np.logical_and.reduce([self.holding(character) for character in text])
+                alone |= {i for i in np.flatnonzero(holding).tolist() if self.stopped(np.array([i]), (text,))}
+            self._stops[strings] = Stops(strings, sorted(alone), self.suspects(strings))
+        return self._stops[strings]
+
+    def reason(self, tokens: np.ndarray, stops: Stops) -> FinishReason | None:
+        """Why the completion `tokens` (T,) ends with its last token; None when it does not."""
+        if self.eos[tokens[-1]]:
+            return FinishReason.EOS
+        return FinishReason.STOP if stops.suspects[tokens[-1]] and self.stopped(tokens, stops.strings) else None

@@ -56,16 +56,6 @@ class VLLMEngineConfig:
 
 
 @dataclass(frozen=True)
-class _Stops:
-    """What ends the completions of a group. tokens: ids that do so by themselves. suspects: (V,) bool, ids that may complete
-    one of `strings`."""
-
-    strings: tuple[str, ...]
-    tokens: list[int]
-    suspects: np.ndarray
-
-
-@dataclass(frozen=True)
 class _Row:
     """One completion as one request of vLLM. first: tokens it had before this request."""
 
@@ -93,7 +83,6 @@ class VLLMEngine:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._table: StopTable | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._stops: dict[tuple[str, ...], _Stops] = {}
         self._groups: dict[int, LiveGroup] = {}  # by key, in order of submission
         self._rows: dict[str, _Row] = {}  # what vLLM has, by its name there: never more than it may run at once
         self._names = 0
@@ -276,16 +265,6 @@ class VLLMEngine:
                 "the engine slept and has no weights: prepare_for_generation() and update_weights() first"
             )
 
-    def _stops_of(self, strings: tuple[str, ...]) -> _Stops:
-        if strings not in self._stops:
-            assert self._table is not None
-            alone = set(np.flatnonzero(self._table.eos).tolist())
-            for text in strings:
-                holding = np.logical_and.reduce([self._table.holding(character) for character in text])
-                alone |= {i for i in np.flatnonzero(holding).tolist() if self._table.stopped(np.array([i]), (text,))}
-            self._stops[strings] = _Stops(strings, sorted(alone), self._table.suspects(strings))
-        return self._stops[strings]
-
     def _params(
         self, sampling: SamplingConfig, new: int, prompt: int, first: int = 0, seed: int = 0, **how: Any
     ) -> Any:
@@ -322,6 +301,7 @@ class VLLMEngine:
 
     def _admit(self) -> None:
         """Hands completions to vLLM in their order, as many as it may run."""
+        assert self._table is not None
         for group in self._groups.values():
             room = self.config.max_batch_rows - len(self._rows)
             if not room:
@@ -336,7 +316,7 @@ class VLLMEngine:
                     prompt=group.prompt_tokens,
                     first=row.first,
                     seed=group.seed(i),
-                    stop_token_ids=self._stops_of(group.request.stop).tokens,
+                    stop_token_ids=self._table.stops(group.request.stop).tokens,
                 )
                 self._rows[self._add(ids, params)] = row
 
@@ -369,14 +349,12 @@ class VLLMEngine:
 
     def _write(self, row: _Row, token: int, logprob: float) -> FinishReason | None:
         assert self._table is not None
-        output, i, stops = row.group.output, row.index, self._stops_of(row.group.request.stop)
+        output, i = row.group.output, row.index
         at = int(output.lengths[i])
         output.tokens[i, at], output.logprobs[i, at], output.versions[i, at] = token, logprob, self.version
         output.lengths[i] = at + 1
-        if self._table.eos[token]:
-            return FinishReason.EOS
-        if stops.suspects[token] and self._table.stopped(output.tokens[i, : at + 1], stops.strings):
-            return FinishReason.STOP
+        if reason := self._table.reason(output.tokens[i, : at + 1], self._table.stops(row.group.request.stop)):
+            return reason
         return FinishReason.LENGTH if at + 1 == row.group.limit else None
 
     def _check_finished(self, row: _Row, reason: FinishReason | None, completion: Any) -> None:

@@ -66,7 +66,7 @@ def open_engine(
     set_num_threads, environment = torch.set_num_threads, dict(os.environ)
     try:
         with _temporary_files_in(scratch), tempfile.TemporaryDirectory(prefix="vllm-model-") as directory:
-            _write_config(structure, Path(directory))
+            write_config(structure, Path(directory))
             longest = max_model_len or getattr(text, "max_position_embeddings", None) or 0
             return _open(found, directory, dtype, rows, kv_cache_bytes, max_model_len, longest, sleeps)
     except EngineError:
@@ -169,7 +169,7 @@ def _skeleton(structure: PretrainedConfig) -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(structure)
 
 
-def _write_config(structure: PretrainedConfig, directory: Path) -> None:
+def write_config(structure: PretrainedConfig, directory: Path) -> None:
     written = type(structure).from_dict(structure.to_dict())
     written.architectures = [type(_skeleton(structure)).__name__]
     written.save_pretrained(directory)

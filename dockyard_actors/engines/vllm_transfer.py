@@ -1,7 +1,7 @@
 """This package's weights through vLLM's weight transfer: a backend that copies into the live model, from shared memory or arrays at hand.
 A manifest that does not fit changes nothing, and every entry from shared memory is proved by its checksum before it is copied. Imported
 by vLLM itself as the module of its worker extension: importing it registers the backend and keeps a CPU's weights unpacked. Knows no
-requests; one worker holds the whole model.
+requests.
 """
 
 from __future__ import annotations
@@ -150,6 +150,17 @@ class SharedMemoryTransfer(WeightTransferEngine[TransferInit, TransferUpdate]):
 
 class TransferExtension(WorkerExtension):
     """The worker extension, and what arrived last."""
+
+    _weight_update_active: bool
+
+    def dockyard_serve(self) -> dict[str, int]:
+        """For a new client of a server: prepares, ends the update that a dead client may have left open and lets go of its memory.
+        Returns the positions that the cache has for one request."""
+        self.dockyard_prepare()
+        self._weight_update_active = False
+        self._transfer().shutdown()
+        blocks = self.model_runner.kv_cache_config.num_blocks - 1  # one stands for 'none'
+        return {"positions": blocks * self.vllm_config.cache_config.block_size}
 
     def dockyard_delivered(self) -> dict[str, Any]:
         """Version and checksums of the weights that were loaded last (see SharedMemoryTransfer)."""

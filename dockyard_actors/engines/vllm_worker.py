@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from dockyard_actors.engines.base import EngineError
 from dockyard_actors.engines.sampling import greedy, sample, uniforms
@@ -22,10 +23,14 @@ class WorkerExtension:
     """Methods that vLLM mixes into its worker class, called by name through `collective_rpc`."""
 
     model_runner: Any
+    vllm_config: Any
 
     def dockyard_prepare(self) -> None:
-        """Replaces the sampler. Raises EngineError when this vLLM would not let weights be loaded in place."""
+        """Replaces the sampler. Raises EngineError when this vLLM would not let weights be loaded in place, or would draw a token before
+        it knows the one before."""
         runner = self.model_runner
+        if self.vllm_config.scheduler_config.async_scheduling:
+            raise EngineError("vLLM schedules ahead of its sampler; start it with --no-async-scheduling")
         missing = [name for name in ("sampler", "input_batch", "requests", "model") if not hasattr(runner, name)]
         if missing:
             raise EngineError(f"vLLM's {type(runner).__name__} has no {', '.join(missing)}; 0.32 or 0.33 is needed")
@@ -61,7 +66,7 @@ class RowSampler:
         from vllm.v1.outputs import SamplerOutput  # pyright: ignore[reportMissingImports]
 
         requests = [self.runner.requests[name] for name in self.runner.input_batch.req_ids[: len(logits)]]
-        ways = [request.sampling_params.extra_args for request in requests]
+        ways = [request.sampling_params.extra_args or _usual(request) for request in requests]
         seeds = np.array([way[SEED] for way in ways], dtype=np.uint64)
         positions = np.array([way[FIRST] + len(r.output_token_ids) for way, r in zip(ways, requests, strict=True)])
         kinds: dict[tuple[float, bool], list[int]] = {}
@@ -91,6 +96,13 @@ class RowSampler:
         if self._scratch.shape[:1] < logits.shape[:1] or self._scratch.device != logits.device:
             self._scratch = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         return self._scratch[: len(logits)].copy_(logits)
+
+
+def _usual(request: Any) -> dict[str, Any]:
+    """How to draw for whoever else asks a server, and knows vLLM's own parameters alone."""
+    params = request.sampling_params
+    seed = xxhash.xxh3_64_intdigest(request.req_id) if params.seed is None else params.seed
+    return {SEED: seed, FIRST: 0, TEMPERATURE: params.temperature or 1.0, GREEDY: params.temperature == 0}
 
 
 def _draw(wide: torch.Tensor, temperature: float, mode: bool, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
