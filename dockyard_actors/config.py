@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import types
 import typing
 from pathlib import Path
@@ -198,6 +199,7 @@ def refusals(config: Config) -> list[str]:
             f"({config.group.deadline_s:g} s): an engine with one slow group would be restarted with all its groups; "
             f"set weight_sync.timeout_s={config.group.deadline_s + 60:g} or a smaller group.deadline_s"
         )
+    found += _refused_servers(config)
     if config.weight_sync.colocated:
         found += _colocation_refusals(config)
     if config.warmup.steps and config.model.source != "tiny":
@@ -224,6 +226,31 @@ def _colocation_refusals(config: Config) -> list[str]:
         )
     if config.weight_sync.transport == "collective":
         found.append(f"{why} on one host, where nothing has to be sent; set weight_sync.transport=auto")
+    return found
+
+
+def _refused_servers(config: Config) -> list[str]:
+    generation, found = config.generation, []
+    if generation.engine != "vllm-http":
+        if generation.url or generation.api_key_file:
+            found.append(
+                f"generation.url: {generation.url!r} is for generation.engine 'vllm-http', which is {generation.engine!r}: leave it out"
+            )
+        return found
+    if not re.match(r"(https?://|unix:/)[^/]", generation.url):
+        found.append(
+            f"generation.url: {generation.url!r} is neither http://HOST:PORT nor unix:/PATH of the server that generation.engine "
+            "'vllm-http' is to use"
+        )
+    if config.weight_sync.colocated:
+        found.append(
+            "weight_sync.colocated: true with generation.engine 'vllm-http': a server of its own keeps its memory; set it to false"
+        )
+    if config.rollout.count > 1 or config.eval.every:
+        found.append(
+            "generation.engine: 'vllm-http' is one server and serves one engine: set rollout.count=1 and eval.every=0, "
+            "or use vllm, which gives each process an engine of its own"
+        )
     return found
 
 

@@ -19,7 +19,7 @@ from dockyard_actors.transport.pull import NoBackend, choose_backend
 MIB = 1 << 20
 # Resident memory measured on the development machine: interpreter with the role's imports, model not counted.
 BASE_MIB = {"controller": 90, "buffer": 60, "broker": 60, "executor": 60, "trainer": 420, "agent": 80}
-ENGINE_MIB = {"hf": 420, "vllm": 1700, "auto": 1700}
+ENGINE_MIB = {"hf": 420, "vllm": 1700, "auto": 1700, "vllm-http": 420}  # the server itself is somebody else's
 KNOWN_HEADS = {"smollm2-135m": 64, "tiny": 32}
 PARAMETERS = {"smollm2-135m": 134_515_008, "tiny": 230_000}
 # Measured peak of a training step with SmolLM2-135M: 1.6 MiB a packed token; taken as proportional to the parameters.
@@ -47,6 +47,8 @@ def heads_of(source: str) -> int | None:
 
 def with_engine(config: Config) -> tuple[Config, str]:
     """The configuration with generation.engine decided, and why. Raises ConfigError when the engine that is asked for cannot be had."""
+    if config.generation.engine == "vllm-http":
+        return config, f"asked for: the vLLM server at {config.generation.url}"
     try:
         kind, why = choose_engine(config.generation.engine, heads_of(config.model.source))
     except (EngineError, ValueError) as error:
@@ -89,7 +91,7 @@ def plan(config: Config, tasks: TaskSet) -> dict[str, Any]:
     engines = [f"rollout-{index}" for index in range(config.rollout.count)]
     generation = config.generation
     for name in [*engines, *(["evaluator"] if config.eval.every else [])]:
-        vllm = generation.engine != "hf"
+        vllm = generation.engine in ("vllm", "auto")
         cache, copies = (
             (generation.kv_cache_mib, 2) if vllm else (0, 1)
         )  # vllm packs the weights for the CPU beside them

@@ -48,7 +48,10 @@ class GenerationConfig(Section):
 
     temperature: float = Field(default=1.0, gt=0)
     max_new_tokens: int = Field(default=24, ge=1)
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # auto: vllm where it is installed and fits the model, else hf
+    # auto: vllm where it is installed and fits the model, else hf. vllm-http: a vLLM server of its own on this host, at `url`.
+    engine: Literal["auto", "vllm", "hf", "vllm-http"] = "auto"
+    url: str = ""  # of the server, http://HOST:PORT or unix:/PATH; only with vllm-http
+    api_key_file: str = ""  # holds the server's key; empty: VLLM_API_KEY of the environment, if any
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_batch_rows: int = Field(default=128, ge=1)  # sequences decoded together
     kv_cache_mib: int = Field(default=512, ge=1)  # keys and values of the vllm engine; work that does not fit waits

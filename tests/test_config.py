@@ -45,6 +45,8 @@ def test_what_is_written_to_the_run_directory_reads_back_the_same() -> None:
         ("data_plane.blocks=4", "raise it to"),
         ("data_plane.block_bytes=4096", "raise it to"),
         ("data_plane.backend=none", "use 'auto'"),
+        ("generation.engine=vllm-http", "neither http://HOST:PORT nor unix:/PATH"),
+        ("generation.url=http://localhost:1", "leave it out"),
         ("data_plane.backend=udp", "'auto', 'ucx', 'tcp' or 'none'"),
         ("async_grpo.max_trajectory_age_steps=0", "grpo.mode: sync"),
         ("warmup.steps=3", "set warmup.steps=0"),

@@ -111,6 +111,12 @@ class VLLMHTTPEngine:
             self._publisher.close()
             self._publisher = None
 
+    def sleep(self) -> None:
+        raise EngineError(f"the server at {self.config.url} keeps its memory: it does not sleep for a trainer")
+
+    def prepare_for_generation(self) -> None:
+        """It never sleeps."""
+
     @property
     def http(self) -> VLLMClient:
         """Raises EngineError when there is none or a failure left the server in an unknown state."""

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from dockyard_actors.engines.hf import HFEngine
 
 
-def make_engine(config: Config, scratch: str | None = None) -> Engine:
+def make_engine(config: Config, scratch: str | None = None, fd_path: str = "") -> Engine:
     """The engine that generation.engine names; it waits for the trainer's weights. scratch: directory for temporary files, which
-    whoever made it removes; None: the system's."""
+    whoever made it removes; None: the system's. fd_path: of the run's shared memory on this host, for an engine that is a server."""
     source, generation = config.model.source, config.generation
     if generation.engine == "hf":
         return make_hf_engine(config, source)
-    if generation.engine != "vllm":
+    if generation.engine not in ("vllm", "vllm-http"):
         raise ConfigError(f"generation.engine: {generation.engine!r} is not resolved; `with_engine` comes first")
     from dockyard_actors.engines.vllm import VLLMEngine, VLLMEngineConfig
     from dockyard_actors.policy.model import eos_ids, load_tokenizer, read_config
@@ -38,6 +38,19 @@ def make_engine(config: Config, scratch: str | None = None) -> Engine:
         structure, ending = read_config(source)
         return structure, tokenizer, eos_ids(ending, tokenizer)
 
+    if generation.engine == "vllm-http":
+        from dockyard_actors.engines.vllm_client import VLLMHTTPConfig
+        from dockyard_actors.engines.vllm_http import VLLMHTTPEngine
+
+        server = VLLMHTTPConfig(
+            url=generation.url,
+            fd_path=fd_path,
+            api_key_file=generation.api_key_file or None,
+            max_batch_rows=generation.max_batch_rows,
+            connect_s=config.supervision.start_timeout_s,
+            update_s=config.weight_sync.timeout_s,
+        )
+        return VLLMHTTPEngine(load, server)
     settings = VLLMEngineConfig(
         max_batch_rows=generation.max_batch_rows,
         kv_cache_bytes=generation.kv_cache_mib << 20,
@@ -107,7 +120,7 @@ def build_role(role: str, index: int, config: Config, run: RunIs, socket_dir: st
         from dockyard_actors.roles.weight_source import WeightSource
 
         weights = WeightSource(WeightReader(FdClient(run.fd_path)))
-        return Rollout(config, tasks, make_engine(config, socket_dir), hosts.plane(config, name), weights)
+        return Rollout(config, tasks, make_engine(config, socket_dir, run.fd_path), hosts.plane(config, name), weights)
     if role == "evaluator":
         from dockyard_actors.roles.evaluator import Evaluator
         from dockyard_actors.roles.weight_source import WeightSource
