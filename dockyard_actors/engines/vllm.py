@@ -217,14 +217,22 @@ class VLLMEngine:
             return
         if not llm.reset_prefix_cache():
             raise EngineError("vLLM did not let go of its prefix cache")
-        vllm_boot.sleep(llm)
+        self._move_memory(vllm_boot.sleep)
         self._asleep = self._emptied = True
         memory.trim()
 
     def prepare_for_generation(self) -> None:
         if self._asleep:
-            vllm_boot.wake_up(self.llm)
+            self._move_memory(vllm_boot.wake_up)
             self._asleep = False
+
+    def _move_memory(self, function: Callable[[Any], None]) -> None:
+        llm = self.llm
+        try:
+            function(llm)
+        except Exception as error:
+            self._broken = f"{function.__name__} failed half-way ({type(error).__name__}: {error})"
+            raise EngineError(f"the engine is unusable since {self._broken}; restart it") from error
 
     # Single questions.
 

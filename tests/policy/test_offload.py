@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import torch
 
 from dockyard_actors.policy.offload import offload, onload
@@ -59,13 +60,14 @@ def test_training_goes_on_as_if_nothing_had_been_moved(tmp_path: Path) -> None:
 
 
 def test_memory_falls_by_moments_and_gradients(tmp_path: Path) -> None:
-    optimizer = trained((4096, 2048), (2048, 4096), steps=1)
+    optimizer, process = trained((4096, 2048), (2048, 4096), steps=1), psutil.Process()
     size = sum(parameter.nbytes for parameter in optimizer.param_groups[0]["params"])
     assert size >= 64 * MIB
-    before = memory.resident()
+    before, all_before = memory.resident(), process.memory_info().rss
     offload(optimizer, tmp_path)
-    away = memory.resident()
+    away, all_away = memory.resident(), process.memory_info().rss
     onload(optimizer)
+    assert all_before - all_away > 0.95 * 3 * size, "pages of the file stay mapped"
     assert before - away > 0.95 * 3 * size
     assert 0.95 * 2 * size < memory.resident() - away < 1.1 * 2 * size
 
