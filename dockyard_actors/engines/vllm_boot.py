@@ -52,7 +52,8 @@ def open_engine(
     """vLLM's LLMEngine for a model of this structure, with random weights.
 
     rows: requests that run at once. scratch: existing directory for files that only a killed process leaves behind; None: the
-    system's. sleeps: a CUDA device's memory can be given back. Raises EngineError when vLLM is missing, unsupported, does not start or cannot run the model.
+    system's. sleeps: a CUDA device's memory can be given back. Raises EngineError when vLLM is missing, unsupported, does not
+    start or cannot run the model.
     """
     text = structure.get_text_config()
     found, problem = installed_vllm(head_size({name: getattr(text, name, None) for name in HEAD_FACTS}))

@@ -115,9 +115,7 @@ class EngineDriver:
         # Below: the engine's thread only.
         self._taken: deque[_Call] = deque()  # calls that run before the next step, the first of them now
         self._jobs: dict[int, _Job] = {}
-        self._held = (
-            False  # nothing is generated until an update succeeds: the weights are suspect, or the engine sleeps
-        )
+        self._held = False  # until an update succeeds nothing is generated: suspect weights, or a sleeping engine
         self._draining: _Update | None = None  # waits for what runs; new groups wait for it
         self._busy: tuple[float, int, int] | None = None
         self._start()
