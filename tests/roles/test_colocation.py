@@ -19,6 +19,7 @@ from dockyard_actors.roles.weight_routes import Kind, Route, SharedMemory
 from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.actor import Death
 from dockyard_actors.runtime.memory import Change
+from dockyard_actors.transport.plane import DataPlane
 from dockyard_actors.transport.weights_shm import WeightRef
 from tests.roles.driving import TEXT, driving, generate, swap
 from tests.roles.test_rollout import ScriptedWeights, passes_when_one, ref_of
@@ -41,8 +42,8 @@ class Publisher(ScriptedPublisher):
 class Learner(ScriptedLearner):
     """Test only: writes what it does into the list of its engine."""
 
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
+    def __init__(self, plane: DataPlane, calls: list[str]) -> None:
+        super().__init__(plane)
         self.calls = calls
 
     def route(self, kind: Kind, client: Any, here: Any) -> Route:
@@ -78,7 +79,7 @@ class Colocated:
         self.rollout: Rollout
 
     async def start_trainer(self) -> None:
-        self.learner = Learner(self.calls)
+        self.learner = Learner(self.world.plane, self.calls)
         self.learner.gate = self.gate
         self.trainer = Trainer(self.world.config, self.world.tasks, self.learner, None, self.world.run_dir)  # type: ignore[arg-type]
         await self.world.system.start(self.trainer, "trainer")
