@@ -242,6 +242,10 @@ def _refused_servers(config: Config) -> list[str]:
             f"generation.url: {generation.url!r} is neither http://HOST:PORT nor unix:/PATH of the server that generation.engine "
             "'vllm-http' is to use"
         )
+    if not config.weight_sync.recompute_kv_cache:
+        found.append(
+            "weight_sync.recompute_kv_cache: false with generation.engine 'vllm-http', whose keys are always computed anew; set it to true"
+        )
     if config.weight_sync.colocated:
         found.append(
             "weight_sync.colocated: true with generation.engine 'vllm-http': a server of its own keeps its memory; set it to false"

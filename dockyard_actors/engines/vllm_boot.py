@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from dockyard_actors.engines.base import EngineError
 from dockyard_actors.engines.choose import HEAD_FACTS, VERSIONS, head_size, installed_vllm
+from dockyard_actors.transport.weights_shm import WeightRef
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, scheduler and worker in this process: updates happen between steps
@@ -158,6 +160,11 @@ def alone(llm: Any) -> Iterator[Callable[[], None]]:
 
 def _scheduler(llm: Any) -> Any:
     return llm.engine_core.engine_core.scheduler
+
+
+def ref_info(ref: WeightRef) -> dict[str, Any]:
+    """What `update_weights` of vLLM takes for it, in process or over HTTP."""
+    return {"ref": msgspec.to_builtins(ref)}
 
 
 def parameter_shapes(structure: PretrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -151,12 +151,11 @@ class VLLMClient:
         self._loop.call_soon_threadsafe(self._start, name, {**body, "stream": True})
 
     def events(self, timeout_s: float) -> list[tuple[str, Choice | EngineError]]:
-        """What came since the last call, in order; waits so long for the first."""
+        """What came until now, in order; waits so long for the first. What comes meanwhile is for the next call: it may come as fast."""
         found: list[tuple[str, Choice | EngineError]] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait())
-            while True:
-                found.append(self._events.get_nowait())
+            found += [self._events.get_nowait() for _ in range(self._events.qsize())]
         return found
 
     def cancel(self, names: Iterable[str]) -> None:

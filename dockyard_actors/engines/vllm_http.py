@@ -235,8 +235,7 @@ class VLLMHTTPEngine:
         try:
             http.call("/pause?mode=abort&clear_cache=true", timeout_s=self.config.call_s)
             http.call("/start_weight_update", timeout_s=self.config.call_s)
-            body = {"update_info": {"ref": msgspec.to_builtins(ref)}}
-            http.call("/update_weights", body, timeout_s=self.config.update_s)
+            http.call("/update_weights", {"update_info": vllm_boot.ref_info(ref)}, timeout_s=self.config.update_s)
             http.call("/finish_weight_update", {"weight_version": str(ref.version)}, timeout_s=self.config.call_s)
             arrived = {"version": ref.version, "checksums": list(ref.checksums)}
             if any(told != arrived for told in self._rpc(http, "dockyard_delivered")):

@@ -46,7 +46,7 @@ class TransferInit(WeightTransferInitInfo):
 class TransferUpdate(WeightTransferUpdateInfo):
     """All weights of one version: in shared memory, or at hand in the worker's process.
 
-    ref: a WeightRef as a dictionary (`ref_info`). Without it: `arrays` as `Engine.update_weights` takes them, with their `manifest`
+    ref: a WeightRef as a dictionary (`vllm_boot.ref_info`). Without it: `arrays` as `Engine.update_weights` takes them, with their `manifest`
     and `version`.
     """
 
@@ -195,11 +195,6 @@ class TransferExtension(WorkerExtension):
         if not isinstance(transfer, SharedMemoryTransfer):
             raise EngineError(f"weights do not come through {BACKEND} here; set weight_transfer_config to it")
         return transfer
-
-
-def ref_info(ref: WeightRef) -> dict[str, Any]:
-    """What `update_weights` of vLLM takes for it, in process or over HTTP."""
-    return {"ref": msgspec.to_builtins(ref)}
 
 
 def _proved(arrays: Iterable[tuple[str, np.ndarray]], ref: WeightRef) -> Iterator[tuple[str, np.ndarray]]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from dockyard_actors.engines.base import EngineError, FinishReason, SamplingConfig, WeightsMismatch
 from dockyard_actors.engines.vllm_client import GENERATE, ServerRefused, VLLMHTTPConfig
@@ -40,10 +41,13 @@ def server(fd_path: str) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def bench(server: Server) -> Iterator[ServedBench]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the server computes too
     bench = ServedBench(server)
     bench.reopen()
     yield bench
     bench.engine.close()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -149,6 +153,27 @@ def test_an_update_of_the_same_weights_changes_nothing_but_versions(bench, engin
     until(run, 300)
     bench.put(0)
     same(run.end(), undisturbed)
+
+
+def test_updates_and_aborts_in_any_order_leave_every_token_under_its_version(bench, engine):
+    seeds, resumed, after = {engine.version: 0}, 0, 0
+    run = Run(engine, requests_of(n=3), LONG)
+    while engine.unfinished:
+        run.steps(1)
+        if sum(int(output.lengths.sum()) for output in run.outputs) < after + 100 or not engine.unfinished:
+            continue
+        after += 100
+        if after % 200:
+            seed = (0, 5, 6)[after // 200 % 3]
+            seeds[bench.put(seed)] = seed
+            continue
+        for result in engine.abort((after // 200 % 4, after // 400 % 4)):
+            engine.submit(run.requests[result.key], run.outputs[result.key], LONG, resume=result)
+            resumed += 1
+    counts = proved(bench, run, seeds)
+    assert sum(counts.values()) == 4 * 3 * LONG.max_new_tokens
+    assert len(seeds) > 2
+    assert resumed > 1
 
 
 def test_no_token_comes_from_new_weights_before_the_next_step(bench, engine):
@@ -257,15 +282,23 @@ def test_a_url_of_no_server_is_refused(url: str):
         VLLMHTTPConfig(url, "fd")
 
 
-def test_a_server_that_stands_still_is_an_error_after_the_silence_allowed(server, bench, reopened):
-    engine = bench.reopen(silence_s=1.0)
-    run = until(Run(engine, requests_of(), LONG), 20)
+@pytest.fixture
+def stopped(server: Server, bench: ServedBench, reopened) -> Iterator[Run]:
+    """Groups in a server whose processes stand still."""
+    run = until(Run(bench.reopen(silence_s=1.0, call_s=3.0), requests_of(), LONG), 20)
     server.signal(signal.SIGSTOP)
-    try:
-        with pytest.raises(EngineError, match=r"unix:.* sent no token for 1 s with \d+ requests open"):
-            run.end()
-    finally:
-        server.signal(signal.SIGCONT)
+    yield run
+    server.signal(signal.SIGCONT)
+
+
+def test_a_server_that_stands_still_is_an_error_after_the_silence_allowed(stopped):
+    with pytest.raises(EngineError, match=r"unix:.* sent no token for 1 s with \d+ requests open"):
+        stopped.end()
+
+
+def test_a_server_that_does_not_answer_is_an_error_after_the_seconds_allowed(bench, stopped):
+    with pytest.raises(EngineError, match=r"unix:.*/pause.* did not answer within 3 s.*restart"):
+        bench.put(5)
 
 
 def test_a_server_that_is_killed_is_an_error_at_once_and_at_the_next_start(server, engine):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dockyard_actors.engines import vllm_boot
 from dockyard_actors.engines.base import EngineError, WeightsMismatch
 from dockyard_actors.transport.fdserver import FdClient
 from dockyard_actors.transport.tensors import ChecksumError, StaleRef
@@ -56,10 +57,8 @@ def trainer(bench: Bench, path: str) -> Iterator[Trainer]:
 
 
 def transfer(engine, ref: WeightRef) -> None:
-    from dockyard_actors.engines.vllm_transfer import ref_info
-
     engine.llm.collective_rpc("start_weight_update")
-    engine.llm.collective_rpc("update_weights", kwargs={"update_info": ref_info(ref)})
+    engine.llm.collective_rpc("update_weights", kwargs={"update_info": vllm_boot.ref_info(ref)})
     engine.llm.collective_rpc("finish_weight_update")
 
 

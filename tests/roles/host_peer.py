@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dockyard_actors.config import Config
 from dockyard_actors.observe.rundir import RunDir
 from dockyard_actors.roles import messages as m
@@ -25,12 +27,15 @@ from dockyard_actors.roles.learner import StepOutcome, teaching
 from dockyard_actors.roles.ledger import Event, recount
 from dockyard_actors.roles.rollout import Rollout
 from dockyard_actors.roles.trainer import LOST, Trainer
+from dockyard_actors.roles.weight_routes import Collective, Kind, Route
+from dockyard_actors.roles.weight_source import WeightSource
 from dockyard_actors.runtime.agent import AgentConfig, NodeAgent
 from dockyard_actors.sandbox.types import Verdict
-from dockyard_actors.transport.base import load_keys
+from dockyard_actors.transport.base import Address, load_keys
 from dockyard_actors.transport.plane import DataPlane, TensorRef
 from dockyard_actors.transport.remote import RemotePlane
-from tests.roles.simulated import Publisher
+from dockyard_actors.transport.weights_collective import CollectiveSender
+from dockyard_actors.transport.weights_shm import WeightManifest
 from tests.roles.test_rollout import ScriptedWeights
 from tests.roles.test_trainer import BASE, ScriptedLearner
 from tests.roles.world import ScriptedBroker, ScriptedEngine, config_of, tasks_of, verdict_of
@@ -39,6 +44,7 @@ STEPS = 6
 BLOCKS = 6  # fewer than groups: without releases that reach their host the run could not end
 NO_SIGNAL = 4  # every so many groups all samples pass
 AGENT_LOST_S = 2.0
+SEND_S = 5.0  # a host that is lost says nothing
 
 
 def config_for(backend: str, overrides: Sequence[str]) -> Config:
@@ -80,8 +86,12 @@ class Learner(ScriptedLearner):
         super().__init__(plane)
         self.looked_at = 0  # bytes
 
-    def publisher(self, client: Any, dtype: str) -> Any:
-        return Publisher()
+    def route(self, kind: Kind, client: Any, here: Address) -> Route:
+        """The version itself, sent to whoever is on the other host."""
+        assert kind == "collective"
+        manifest = WeightManifest.of({"w": ("float32", (1,))})
+        sender = CollectiveSender(manifest, here.interface, timeout_s=SEND_S)
+        return Collective(sender, lambda: iter([("w", torch.ones(1))]))
 
     def train(self, groups: Sequence[m.OpenGroup], version: int) -> StepOutcome:
         outcome = super().train(groups, version)
@@ -100,6 +110,15 @@ class Learner(ScriptedLearner):
                 (g.meta.lease, "no_signal") for g, teaches in zip(groups, signal, strict=True) if not teaches
             ),
         )
+
+
+class Taking(ScriptedEngine):
+    """Takes weights to their end, as they come."""
+
+    def update_weights(self, views: Any, manifest: Any, version: int, recompute_kv_cache: bool = True) -> None:
+        for _ in views:
+            pass
+        super().update_weights({}, manifest, version, recompute_kv_cache)
 
 
 class Counting(Controller):
@@ -164,7 +183,7 @@ async def producer(runtime: str, rendezvous: str, key_file: str, backend: str, o
     async with NodeAgent(settings) as agent, HostMemory(agent, config) as memory:
         hosts = await Hosts.find(agent.system, load_keys(agent.key_file).cookie)
         plane = hosts.plane(config, "rollout-0")
-        rollout = Rollout(config, tasks_of(), ScriptedEngine(), plane, ScriptedWeights())  # type: ignore[arg-type]
+        rollout = Rollout(config, tasks_of(), Taking(), plane, WeightSource(ScriptedWeights()))  # type: ignore[arg-type]
         await agent.system.start(rollout, "rollout-0")
         say(ready=True)
         await agent.wait_shutdown()
