@@ -19,7 +19,7 @@ def test_benchmarks_are_found_by_the_name_of_their_module():
     assert not {"harness", "__main__"} & set(names())
 
 
-SLOW = {"overlap"}  # whole runs
+SLOW = {"overlap", "weights"}  # whole runs, a model of some size
 HANG_S = 900.0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from dockyard_actors.observe.idle import read_trace
 from tests.e2e.toy import Launched, inspect_ledger, up
 
@@ -32,6 +34,7 @@ def learnt(run: Launched) -> list[tuple[float, float, float]]:
     return [(line["loss"], line["grad_norm"], line["reward_mean"]) for line in lines if line["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_by_turns_a_run_learns_bit_for_bit_what_it_learns_side_by_side(tmp_path: Path) -> None:
     by_turns, beside = (
         up(tmp_path, *SYNC, f"weight_sync.colocated={on}", f"eval.after={on}", name=name)
@@ -66,6 +69,7 @@ def test_nothing_is_generated_while_the_trainer_steps_and_every_turn_is_measured
     assert min(len(spans[name]) for name in ("generate", *CALLS["rollout-0"])) >= 5, "what it did last it cannot tell"
 
 
+@pytest.mark.slow
 def test_a_kill_of_the_sleeping_engine_or_of_the_trainer_it_sleeps_for_costs_no_lease(tmp_path: Path) -> None:
     run = up(
         tmp_path,

@@ -44,7 +44,7 @@ def test_pinned_versions_are_evaluated_while_training_goes_on(tmp_path: Path) ->
     assert summary["ledger"]["issued"] == 16 * 4 + summary["ledger"]["expired"], "no evaluation is a lease"
 
 
-@pytest.mark.parametrize("pause", ["wait", "abort"])  # every other test keeps
+@pytest.mark.parametrize("pause", ["wait", pytest.param("abort", marks=pytest.mark.slow)])  # every other test keeps
 def test_every_pause_mode_trains_to_the_end_with_ages_within_bounds(tmp_path: Path, pause: str) -> None:
     run = up(
         tmp_path,

@@ -18,7 +18,16 @@ from tests.e2e.toy import inspect_ledger, up, write_config
 STEPS = 10
 
 
-@pytest.mark.parametrize("role", ["rollout", "buffer", "broker", "executor", "trainer", "controller"])
+@pytest.mark.parametrize(
+    "role",
+    [
+        "rollout",
+        "buffer",
+        "trainer",
+        "controller",
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("broker", "executor")),
+    ],
+)
 def test_a_killed_role_costs_nothing_but_time(tmp_path: Path, role: str) -> None:
     run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "eval.before=false", "eval.after=false", "eval.samples=1")
     try:
@@ -54,7 +63,8 @@ def test_a_trainer_killed_after_its_checkpoint_rolls_back_only_what_came_later(t
         run.end()
 
 
-@pytest.mark.parametrize("role", ["rollout", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["rollout", "trainer"])
 def test_a_role_that_somebody_else_terminates_is_restarted_like_one_that_crashed(tmp_path: Path, role: str) -> None:
     run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "eval.before=false", "eval.after=false")
     try:
@@ -68,10 +78,8 @@ def test_a_role_that_somebody_else_terminates_is_restarted_like_one_that_crashed
         run.end()
 
 
-SLOW = [pytest.param(role, marks=pytest.mark.slow) for role in ("executor", "trainer")]
-
-
-@pytest.mark.parametrize("role", ["rollout", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["rollout", "executor", "trainer"])
 def test_a_role_killed_during_an_evaluation_costs_only_time(tmp_path: Path, role: str) -> None:
     run = up(tmp_path, "grpo.max_num_steps=3", "eval.samples=64")
     try:
@@ -98,6 +106,7 @@ def test_a_stopped_role_is_found_hung_and_replaced(tmp_path: Path) -> None:
         run.end()
 
 
+@pytest.mark.slow
 def test_a_stopped_executor_is_found_hung_and_replaced(tmp_path: Path) -> None:
     run = up(tmp_path, f"grpo.max_num_steps={STEPS}", "supervision.hang_s=3", "eval.before=false", "eval.after=false")
     try:

@@ -87,10 +87,12 @@ def test_an_engine_killed_in_each_phase_of_a_sync(tmp_path: Path, mode: str) -> 
     survives(tmp_path, 4, 0, f"weight_sync.pause={mode}")
 
 
+@pytest.mark.slow
 def test_an_engine_killed_in_each_phase_of_a_collective_sync(tmp_path: Path) -> None:
     survives(tmp_path, 4, 0, "weight_sync.transport=collective")
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_while_it_sends_its_weights(tmp_path: Path) -> None:
     """The engine's side of a delivery ends at once, and the next trainer delivers to it."""
     run = up(
