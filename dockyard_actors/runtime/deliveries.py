@@ -97,11 +97,12 @@ class Places:
 class StreamCredit:
     """How many more items of a stream may be sent: so many beyond those that its reader has taken."""
 
-    __slots__ = ("_ahead", "_sent", "_taken", "_waiter")
+    __slots__ = ("_ahead", "_sent", "_taken", "_waiter", "heard")
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
         self._sent = self._taken = 0
+        self.heard = 0  # times that the reader has said something
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -110,6 +111,7 @@ class StreamCredit:
 
     def taken(self, count: int) -> None:
         """The reader has taken so many in all."""
+        self.heard += 1
         self._taken = max(self._taken, min(count, self._sent))
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -173,7 +173,7 @@ class Service:
             r for r in self.running.values() if r.item.peer.uid == uid and type(r.item.message) is wire.Ask
         ]:
             running.cancel("its asker died")
-        for item in (*self.user.items, *self.control.items):
+        for item in (*self.user.items, *self.control.items, *self._next.values()):
             if type(item) is Delivery and item.peer.uid == uid and type(item.message) is wire.Ask:
                 self._cancelled.add(item.key)
         for peer in [peer for peer in self.accounts if peer.uid == uid]:
@@ -380,14 +380,20 @@ class Service:
         if type(message) is not wire.Ask or message.credit < 1:
             raise TypeError(f"{message.kind} is a stream: read it with ref.stream, it cannot be asked or told")
         running.credit = credit = StreamCredit(message.credit)
+        config = self.system.config
         items = getattr(self.cell.actor, item.handler.method)(decoded)
         number = 0
         still_read = wire.Item(message.id, wire.NO_ITEM, wire.raw(None), self.cell.name)
         try:
             async for value in items:
-                while not await credit.take(
-                    self.system.config.probe_s
-                ):  # it may have left, and its word of it was lost
+                heard, asked = credit.heard, 0
+                while not await credit.take(config.probe_s):  # it may have left, and its word of it was lost
+                    asked = asked + 1 if credit.heard == heard else 1
+                    heard = credit.heard
+                    if asked * config.probe_s > config.lease_s:
+                        raise TimeoutError(
+                            f"the reader of {message.kind} says nothing for lease_s={config.lease_s:g} s"
+                        )
                     item.peer.send(item.lane, encoder.encode(still_read))
                 item.peer.send(item.lane, encoder.encode(wire.Item(message.id, number, wire.raw(value))))
                 number += 1

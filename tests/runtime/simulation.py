@@ -297,7 +297,7 @@ async def recovered(world: World, history: History) -> None:
     world.network.faults = SOUND
     await asyncio.sleep(8.0)  # who was declared dead, or missed something, has heard of it by now
     await world.revive()
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(10.0)  # who came back only now has done its work, and a stream without a reader has ended
     found = history.violations
     known = {name: (entry.uid, entry.incarnation, entry.alive) for name, entry in world.registry.entries.items()}
     for process in world.processes.values():

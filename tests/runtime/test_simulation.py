@@ -16,6 +16,7 @@ import pytest
 
 from dockyard_actors.runtime.caller import Caller
 from dockyard_actors.runtime.deadlines import Deadlines
+from dockyard_actors.runtime.deliveries import StreamCredit
 from dockyard_actors.runtime.directory import Gone
 from dockyard_actors.runtime.errors import PeerDied
 from dockyard_actors.runtime.mailbox import Remembered
@@ -75,6 +76,11 @@ def lingering(close: Callable[..., Any]) -> Callable[..., Any]:
     return close_later
 
 
+def ever_more(numbers: Iterator[int]) -> property:
+    """Its reader seems to say something all the time."""
+    return property(lambda self: next(numbers), lambda self, value: None)
+
+
 def endless(take: Callable[..., bool]) -> Callable[..., bool]:
     def unbounded(self: Window, size: int) -> bool:
         self.messages, self.size = 10**6, 10**9
@@ -120,7 +126,11 @@ BROKEN: dict[str, tuple[Faults, str, list[tuple[Any, str, Any]]]] = {
     ),
     "the dead may go on": (SOUND, "which was told at", [(ActorSystem, "close", lingering(ActorSystem.close))]),
     "lost updates stay lost": (SOME, "believes that", [(Membership, "_catch_up", lambda self: None)]),
-    "streams outlive their readers": (SOME, "is still at work", [(Caller, "on_item", lambda self, *item: None)]),
+    "streams outlive their readers": (
+        SOME,
+        "is still at work",
+        [(Caller, "on_item", lambda self, *item: None), (StreamCredit, "heard", ever_more(itertools.count()))],
+    ),
 }
 
 
