@@ -55,8 +55,8 @@ class Compute(Protocol):
 class WeightSynchronizer:
     """Trainer's side. Call `prepare`, then `sync_weights`; the parameters may change again once `sent` is set.
 
-    members: rollout names. make: builds the route of a kind, in the compute thread. live: whether the parameters still are those of the
-    version that was prepared last, asked in the compute thread. always: routes that are wanted for others than members.
+    members: rollout names. make: builds the route of a kind, in the compute thread. live: whether the parameters are those of a
+    version, asked in the compute thread. always: routes that are wanted for others than members.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WeightSynchronizer:
         members: Sequence[str],
         make: Callable[[Kind], Route],
         compute: Compute,
-        live: Callable[[], bool],
+        live: Callable[[int], bool],
         timeout_s: float,
         transport: Literal["auto", "shm", "collective"] = "auto",
         always: Sequence[Kind] = (),
@@ -206,7 +206,7 @@ class WeightSynchronizer:
     async def _meet(self, names: list[str], version: int, canary: Canary | None, until: float) -> dict[str, Answer]:
         """One delivery to all of ``names``. Whoever is not in the answers was not to blame that it broke off."""
         route = self._routes["collective"]
-        offers = await self._compute(self._if_live, route.offers, version, names)
+        offers = await self._compute(self._if_live, version, route.offers, version, names)
         asked = {
             name: asyncio.ensure_future(self._ask(name, offers[name], canary, until, None, retry=False))
             for name in names
@@ -214,7 +214,7 @@ class WeightSynchronizer:
         for name, asking in asked.items():
             asking.add_done_callback(lambda asking, offer=offers[name]: self._excuse(asking, offer))
         try:
-            checksums = await self._compute(self._if_live, route.transfer, version)
+            checksums = await self._compute(self._if_live, version, route.transfer, version)
         except DataPlaneError as error:
             replies = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
             blamed = set(error.who) & set(names) if isinstance(error, CollectiveError) else set()
@@ -265,9 +265,9 @@ class WeightSynchronizer:
         ):
             asyncio.get_running_loop().run_in_executor(None, excuse, offer.meeting, str(answer))
 
-    def _if_live(self, function: Callable[..., Any], *args: object) -> Any:
-        """In the compute thread. Training may have begun since the version was prepared."""
-        if not self._live():
+    def _if_live(self, version: int, function: Callable[..., Any], *args: object) -> Any:
+        """In the compute thread. Training may have begun since the version was prepared, or ended: nothing newer goes under its number."""
+        if not self._live(version):
             raise _MovedOn
         return function(*args)
 

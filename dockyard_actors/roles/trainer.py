@@ -200,7 +200,7 @@ class Trainer(Actor):
             self.members,
             make=lambda kind: self.learner.route(kind, self.fd_client, address),
             compute=self.compute,
-            live=lambda: self.learner.step == self.published,
+            live=lambda version: version == self.version and self.learner.step == self.published,
             timeout_s=config.weight_sync.timeout_s,
             transport=config.weight_sync.transport,
             always=("shm",) if config.eval.every else (),

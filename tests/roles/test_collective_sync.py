@@ -55,13 +55,14 @@ class Owner:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.parameters = {name: torch.randn(shape) for name, (_, shape) in SHAPES.items()}
         self.live = True
+        self.newer = False  # the parameters are already those of the next version, which is not prepared yet
         self.tasks: list[asyncio.Task[Any]] = []
         self.sync = WeightSynchronizer(
             self,  # type: ignore[arg-type]
             members,
             self._make,
             self._compute,
-            lambda: self.live,
+            lambda version: self.live and not (self.newer and version == 0),
             TIMEOUT_S,
             transport="collective",
         )
@@ -160,6 +161,22 @@ async def test_who_comes_while_the_parameters_change_gets_the_next_version() -> 
             await asyncio.gather(*owner.tasks)
             assert late.taken == []
             owner.live = True
+            assert await owner.deliver(1) == ()
+            assert late.taken == [1]
+        finally:
+            late.receiver.close()
+
+
+async def test_newer_parameters_never_go_under_an_older_number() -> None:
+    late = Engine()
+    async with owning(Engine()) as (owner, system):
+        await owner.deliver(0)
+        owner.newer = True
+        await system.start(late, "rollout-7")
+        try:
+            assert await owner.sync.current("rollout-7") == m.NoWeights()
+            await asyncio.gather(*owner.tasks)
+            assert late.taken == []
             assert await owner.deliver(1) == ()
             assert late.taken == [1]
         finally:

@@ -107,7 +107,7 @@ class Syncing(WeightSynchronizer):
             assert kind == "shm"
             return SharedMemory(publisher, write)  # type: ignore[arg-type]
 
-        super().__init__(system, names, make, compute, lambda: True, timeout_s)  # type: ignore[arg-type]
+        super().__init__(system, names, make, compute, lambda version: True, timeout_s)  # type: ignore[arg-type]
 
     async def deliver(self, version: int) -> Synced:
         await self.prepare(version)
