@@ -13,7 +13,7 @@ from tests.transport.test_pull_netns import Net, wire
 __all__ = ["wire"]  # fixture
 pytestmark = pytest.mark.netns
 
-STEPS = 3
+STEPS = 10  # enough for an engine that is slower than the other to have its share
 
 
 def said(out: str, what: str) -> list[str]:
